@@ -1,0 +1,33 @@
+import os
+import platform
+import sys
+from pathlib import Path
+
+from snakemake.utils import min_version
+
+min_version("9.0")
+
+ROOT = Path(workflow.basedir)
+sys.path.insert(0, str(ROOT))
+# Jobs run with the Python that runs Snakemake, whether or not its environment is activated.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/environment.smk"
+include: "workflow/rules/correctness.smk"
+include: "workflow/rules/benchmark.smk"
+include: "workflow/rules/tables.smk"
+
+
+localrules:
+    all,
+
+
+rule all:
+    default_target: True
+    input:
+        "report/benchmark.md",
+        "results/benchmark.csv",
+        "results/correctness.csv",
+        "results/verdict.txt",

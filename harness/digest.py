@@ -1,0 +1,90 @@
+"""Digests of source code that change when the code changes, and not when its text does.
+
+A digest covers a file and every file of the same checkout that it imports, directly or not. It is
+taken over the syntax tree without docstrings, so comments, docstrings and white space are no change.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def source_digest(path: Path, root: Path) -> str:
+    """A short digest of the file and its import closure within `root`.
+
+    Imports made by a name computed at run time are not followed, nor those under
+    `if TYPE_CHECKING:`, which never run. Raises SyntaxError for a file that does not parse.
+    """
+    hasher = hashlib.sha256()
+    for file in sorted(import_closure(path, root)):
+        tree = _parse(file)
+        hasher.update(f"{file.relative_to(root)}\n{ast.dump(_without_docstrings(tree))}\n".encode())
+    return hasher.hexdigest()[:16]
+
+
+def import_closure(path: Path, root: Path) -> set[Path]:
+    """The file and all files under `root` that it imports, directly or through others."""
+    root = root.resolve()
+    found: set[Path] = set()
+    waiting = [path.resolve()]
+    while waiting:
+        file = waiting.pop()
+        if file in found:
+            continue
+        found.add(file)
+        for module in _imported_modules(_parse(file), file, root):
+            waiting.extend(_module_files(module, root))
+    return found
+
+
+def _parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if not isinstance(node, documented) or not node.body:
+            continue
+        first = node.body[0]
+        if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
+            node.body = node.body[1:]
+    return tree
+
+
+def _running_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below `node`, except the bodies of `if TYPE_CHECKING:`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for other in child.orelse:
+                yield other
+                yield from _running_nodes(other)
+            continue
+        yield child
+        yield from _running_nodes(child)
+
+
+def _imported_modules(tree: ast.Module, file: Path, root: Path) -> Iterator[str]:
+    package = file.parent.relative_to(root).parts
+    for node in _running_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            if prefix:
+                yield prefix
+            # `from package import name` may name a module of the package.
+            yield from (f"{prefix}.{alias.name}" if prefix else alias.name for alias in node.names)
+
+
+def _module_files(module: str, root: Path) -> Iterator[Path]:
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        folder = root.joinpath(*parts[:depth])
+        for candidate in (folder.with_name(folder.name + ".py"), folder / "__init__.py"):
+            if candidate.is_file():
+                yield candidate

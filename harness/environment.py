@@ -1,0 +1,284 @@
+"""What the numbers are measured on.
+
+`environment_key` is cheap (no torch): it names the folder that an environment's results lie in.
+`describe` is the full account, taken where torch is loaded anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# Nothing else of the process environment is recorded: variables can hold secrets.
+RECORDED_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_CORETYPE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TRITON_INTERPRET",
+    "TRITON_PTXAS_PATH",
+    "TRITON_DEFAULT_FP_FUSION",
+    "TRITON_ALWAYS_COMPILE",
+    "TRITON_DISABLE_LINE_INFO",
+)
+RECORDED_PACKAGES = (
+    "torch",
+    "triton",
+    "snakemake",
+    "numpy",
+    "scipy",
+    "pandas",
+    "matplotlib",
+    "tabulate",
+    "nvidia-ml-py",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "nvidia-cublas",
+    "nvidia-cublas-cu12",
+    "fa3-fwd",
+)
+STATED_COMMIT_VARIABLE = "STATED_COMMIT"
+
+
+class EnvironmentFault(Exception):
+    """The machine is not what the configuration asks for; the message is one line for a person."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that measurements run on: the first that CUDA_VISIBLE_DEVICES lets through."""
+
+    uuid: str
+    name: str
+    driver: str
+
+
+def find_gpu() -> Gpu | None:
+    """The first visible NVIDIA GPU by NVML, without touching CUDA; None where there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = _first_visible(pynvml)
+        if handle is None:
+            return None
+        return Gpu(
+            uuid=pynvml.nvmlDeviceGetUUID(handle),
+            name=pynvml.nvmlDeviceGetName(handle),
+            driver=pynvml.nvmlSystemGetDriverVersion(),
+        )
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _first_visible(pynvml: Any) -> Any:
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = pynvml.nvmlDeviceGetCount()
+    if wanted is None:
+        return pynvml.nvmlDeviceGetHandleByIndex(0) if count else None
+    first = wanted.split(",")[0].strip()
+    if first.isdigit():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(first)) if int(first) < count else None
+    try:
+        return pynvml.nvmlDeviceGetHandleByUUID(first) if first.startswith(("GPU-", "MIG-")) else None
+    except pynvml.NVMLError:
+        return None
+
+
+def choose_device(wanted: str) -> str:
+    """ "cuda" or "cpu" for the config's `device`: auto takes the GPU if there is one and torch can use it."""
+    if wanted != "auto":
+        return wanted
+    return "cuda" if find_gpu() is not None and "+cpu" not in _version("torch") else "cpu"
+
+
+def environment_key(device: str) -> str:
+    """The name of the environment, which is a folder name: device, driver, torch, triton, Python.
+
+    The driver counts to its minor number. For `cuda` on a machine without a GPU the key says so.
+    """
+    if device == "cuda":
+        gpu = find_gpu()
+        machine = (
+            "no-gpu" if gpu is None else f"{_slug(gpu.name)}_driver{'.'.join(gpu.driver.split('.')[:2])}"
+        )
+    else:
+        machine = f"cpu-{_slug(cpu_name())}-{len(os.sched_getaffinity(0))}-threads"
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return f"{machine}_torch{_version('torch')}_triton{_version('triton')}_{python}"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def cpu_name() -> str:
+    """The processor's name as Linux gives it, or its architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def source_state(root: Path) -> dict[str, Any]:
+    """The git commit of the checkout and whether its tree is dirty.
+
+    Where there is no git repository the commit is what the variable STATED_COMMIT says, and
+    `commit_source` says that it was stated and not found.
+    """
+    git = ["git", "-C", str(root), "-c", "safe.directory=*"]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=20)
+        if commit.returncode == 0:
+            status = subprocess.run(
+                [*git, "status", "--porcelain"], capture_output=True, text=True, timeout=20
+            )
+            dirty = bool(status.stdout.strip()) if status.returncode == 0 else None
+            return {"commit": commit.stdout.strip(), "dirty": dirty, "commit_source": "git"}
+    except (OSError, subprocess.TimeoutExpired):
+        pass
+    stated = os.environ.get(STATED_COMMIT_VARIABLE)
+    return {"commit": stated, "dirty": None, "commit_source": "stated" if stated else "unknown"}
+
+
+def describe(device: str, root: Path) -> dict[str, Any]:
+    """Everything about the machine and the software that a number may depend on.
+
+    Needs no rights. Imports torch, and initialises CUDA for `cuda`. Raises EnvironmentFault, in one
+    line, when `cuda` is asked for and cannot be had.
+    """
+    import torch
+
+    account: dict[str, Any] = {
+        "device": device,
+        "key": environment_key(device),
+        "os": _operating_system(),
+        "kernel": platform.release(),
+        "cpu": cpu_name(),
+        "cpu_threads_visible": len(os.sched_getaffinity(0)),
+        "cpu_threads_torch": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "tf32": {
+            "matmul": torch.backends.cuda.matmul.allow_tf32,
+            "cudnn": torch.backends.cudnn.allow_tf32,
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        },
+        "reduced_precision_reduction": {
+            "fp16": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+            "bf16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        },
+        "packages": {name: _version(name) for name in RECORDED_PACKAGES if _version(name) != "none"},
+        "variables": {name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
+        "source": source_state(root),
+    }
+    if device == "cuda":
+        account["gpu"] = _describe_gpu()
+    return account
+
+
+def _operating_system() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
+    except OSError:
+        return platform.system()
+
+
+def require_gpu() -> Gpu:
+    """The GPU to measure on; raises EnvironmentFault, in one line, if there is none torch can use."""
+    gpu = find_gpu()
+    if gpu is None:
+        raise EnvironmentFault(
+            "device = cuda: NVML finds no NVIDIA GPU on this machine (allowed here: device: cpu, or auto)"
+        )
+    if "+cpu" in _version("torch"):
+        raise EnvironmentFault(f"device = cuda: torch {_version('torch')} is a build without CUDA")
+    return gpu
+
+
+def _describe_gpu() -> dict[str, Any]:
+    import torch
+
+    gpu = require_gpu()
+    if not torch.cuda.is_available():
+        raise EnvironmentFault(f"device = cuda: torch {torch.__version__} cannot use the {gpu.name}")
+    properties = torch.cuda.get_device_properties(0)
+    account: dict[str, Any] = {
+        "name": gpu.name,
+        "uuid": gpu.uuid,
+        "driver": gpu.driver,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+    account.update(_nvml_state(gpu.uuid))
+    return account
+
+
+def _nvml_state(uuid: str) -> dict[str, Any]:
+    """Clocks (MHz), power limit (W), ECC, MIG and persistence mode; None where NVML does not say."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
+        def ask(function: str, *arguments: Any) -> Any:
+            try:
+                return getattr(pynvml, function)(handle, *arguments)
+            except pynvml.NVMLError:
+                return None
+
+        power_limit = ask("nvmlDeviceGetEnforcedPowerLimit")
+        ecc, mig = ask("nvmlDeviceGetEccMode"), ask("nvmlDeviceGetMigMode")
+        return {
+            "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
+            "sm_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM),
+            "memory_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_MEM),
+            "power_limit_w": None if power_limit is None else power_limit / 1000,
+            "ecc": None if ecc is None else bool(ecc[0]),
+            "mig": None if mig is None else bool(mig[0]),
+            "persistence_mode": _flag(ask("nvmlDeviceGetPersistenceMode")),
+        }
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _flag(value: int | None) -> bool | None:
+    return None if value is None else bool(value)

@@ -1,0 +1,82 @@
+"""Loading a kernel: a module `kernels/<name>.py` that follows the plug-in contract.
+
+The contract (docs/design.md has the reasons):
+
+    attention(q, k, v, *, causal, scale=None, **options) -> Tensor
+    unsupported(problem, target, **options) -> str | None      optional
+    candidates(problem, target, **options) -> list[dict]       optional
+    memory_law(problem, **options) -> int | None               optional
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from harness.problem import Problem
+from harness.target import Target
+
+if TYPE_CHECKING:
+    import torch
+
+
+class KernelError(Exception):
+    """A kernel module that cannot be loaded or lacks `attention`."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel with one set of options: what the config calls an implementation."""
+
+    module: ModuleType
+    options: dict[str, Any]
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        """softmax(Q K^T / sqrt(head_dim)) V for (batch, heads, seq_len, head_dim) tensors."""
+        output: torch.Tensor = self.module.attention(q, k, v, causal=causal, **self.options)
+        return output
+
+    def unsupported(self, problem: Problem, target: Target) -> str | None:
+        """Why the problem cannot run on the target; None if it can, or if the kernel does not say."""
+        ask = getattr(self.module, "unsupported", None)
+        return None if ask is None else ask(problem, target, **self.options)
+
+    def memory_law(self, problem: Problem) -> int | None:
+        """The bytes a call should peak at by the kernel's own arithmetic; None if it does not say."""
+        ask = getattr(self.module, "memory_law", None)
+        return None if ask is None else ask(problem, **self.options)
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether this kernel runs in Triton's interpreter instead of as compiled code."""
+        return any(
+            type(member).__name__ == "InterpretedFunction"
+            for name, module in list(sys.modules.items())
+            if name.split(".")[0] == self.module.__name__.split(".")[0] and module is not None
+            for member in list(vars(module).values())
+        )
+
+
+def interpret_triton() -> None:
+    """Make Triton interpret its kernels; must come before the first import of triton.
+
+    Raises RuntimeError when triton was imported before, since the switch would have no effect.
+    """
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("triton was imported before the interpreter was asked for")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def load_kernel(name: str, options: dict[str, Any], package: str = "kernels") -> Kernel:
+    """Import `<package>.<name>`; raises KernelError when that fails or it has no `attention`."""
+    try:
+        module = importlib.import_module(f"{package}.{name}")
+    except Exception as fault:
+        raise KernelError(f"{package}/{name}.py does not import: {type(fault).__name__}: {fault}") from fault
+    if not callable(getattr(module, "attention", None)):
+        raise KernelError(f"{package}/{name}.py defines no attention()")
+    return Kernel(module, dict(options))

@@ -1,0 +1,141 @@
+"""The record: everything one measuring job found out, as JSON, written atomically.
+
+A record stores the spec it was made from, so that a table can tell whether it still is what
+today's configuration and code ask for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+OK = "ok"
+WRONG = "wrong"
+UNSUPPORTED = "unsupported"
+OUT_OF_MEMORY = "out_of_memory"
+ERROR = "error"
+TIMEOUT = "timeout"
+STATUSES = (OK, WRONG, UNSUPPORTED, OUT_OF_MEMORY, ERROR, TIMEOUT)
+# What ends a run with a non-zero exit; the others are results that a benchmark expects.
+FAULTS = (WRONG, ERROR, TIMEOUT)
+
+# True things about an `ok` number, and what each tells the reader.
+MARKS = {
+    "interpreted": "a Triton kernel run by Triton's interpreter on the CPU: not comparable with native times",
+    "grid_failed": "this implementation failed cells of the correctness grid",
+    "grid_incomplete": "the correctness grid of this implementation has cells that were not judged",
+    "stale": "measured from another spec (code, configuration or environment) than today's",
+    "not_steady": "the warm-up ended at its limit before successive series agreed",
+    "throttled": "the GPU reported a throttle reason while samples were taken",
+    "launch_bound": "the host takes longer to launch a call than the device takes to run it",
+}
+
+
+class RecordError(ValueError):
+    """A record file that cannot be read as a record of this schema version."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One job's result.
+
+    `values` holds scalars with their unit in the name, `samples` every raw sample as one list per
+    process (milliseconds), `cells` one object per cell of the correctness grid, and
+    `circumstances` what the numbers were measured on and under.
+    """
+
+    phase: str
+    spec: dict[str, Any]
+    status: str
+    reason: str | None = None
+    marks: list[str] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    samples: dict[str, list[list[float]]] = field(default_factory=dict)
+    cells: list[dict[str, Any]] = field(default_factory=list)
+    circumstances: dict[str, Any] = field(default_factory=dict)
+    started_at: str = ""
+    duration_s: float = 0.0
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"status = {self.status!r}: must be one of {', '.join(STATUSES)}")
+        unknown = [mark for mark in self.marks if mark not in MARKS]
+        if unknown:
+            raise ValueError(f"marks = {unknown!r}: must be among {', '.join(MARKS)}")
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no white space: equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def spec_digest(spec: dict[str, Any]) -> str:
+    """A short digest of a spec, to name it by."""
+    return hashlib.sha256(canonical_json(spec).encode()).hexdigest()[:16]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` so that a reader sees the old file or the whole new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def history_folder(path: Path) -> Path:
+    """Where copies of the records once written to `results/...` are kept: `results/history/...`.
+
+    Raises ValueError for a path that has no `results` folder.
+    """
+    parts = path.with_suffix("").parts
+    if "results" not in parts:
+        raise ValueError(f"{path}: a record lies below a folder called results")
+    root = len(parts) - 1 - parts[::-1].index("results")
+    return Path(*parts[: root + 1], "history", *parts[root + 1 :])
+
+
+def write_record(record: Record, path: Path) -> None:
+    """Write a record to `path`, and a copy into the append-only history folder.
+
+    The copy comes first: whatever happens to `path` afterwards (Snakemake deletes an output before
+    it measures again), the measurement is not lost.
+    """
+    text = json.dumps(asdict(record), indent=1, allow_nan=False) + "\n"
+    stamp = record.started_at.replace(":", "").replace("-", "")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    write_atomically(history_folder(path) / f"{stamp}-{digest}.json", text)
+    write_atomically(path, text)
+
+
+def read_record(path: Path) -> Record:
+    """Read a record; raise RecordError, naming the file, if it is not one of this schema version."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as fault:
+        raise RecordError(f"{path}: not a readable record: {fault}") from fault
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != SCHEMA_VERSION:
+        raise RecordError(f"{path}: schema_version = {version}: this code reads {SCHEMA_VERSION}")
+    unknown = set(content) - {f.name for f in fields(Record)}
+    if unknown:
+        raise RecordError(f"{path}: unknown fields {', '.join(sorted(unknown))}")
+    try:
+        return Record(**content)
+    except (TypeError, ValueError) as fault:
+        raise RecordError(f"{path}: {fault}") from fault

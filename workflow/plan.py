@@ -1,0 +1,165 @@
+"""From the configuration to jobs: every measurement of a run, with its spec and its record's path.
+
+The Snakefile takes its jobs from here, and so does the script that reads the records back, so that
+a table can tell which records still are what today's configuration and code ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from harness.digest import source_digest
+from harness.problem import Problem
+
+CORRECTNESS = "correctness"
+TIMING = "timing"
+MEMORY = "memory"
+SCRIPTS = {
+    CORRECTNESS: "workflow/scripts/check_correctness.py",
+    TIMING: "workflow/scripts/measure_timing.py",
+    MEMORY: "workflow/scripts/measure_memory.py",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measuring job; `sweep` is None for the correctness grid."""
+
+    phase: str
+    sweep: str | None
+    implementation: str
+    seq_len: int
+    path: str
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All jobs of a run: of a checked configuration, on a device, in an environment, from a checkout."""
+
+    config: dict[str, Any]
+    device: str
+    environment: str
+    root: Path
+
+    @property
+    def folder(self) -> str:
+        return f"results/{self.environment}"
+
+    @property
+    def environment_file(self) -> str:
+        return f"{self.folder}/environment.json"
+
+    @cached_property
+    def kernel_digests(self) -> dict[str, str]:
+        """Digest of the source of each kernel that the configuration names."""
+        kernels = {implementation["kernel"] for implementation in self.config["implementations"].values()}
+        return {name: source_digest(self.root / "kernels" / f"{name}.py", self.root) for name in kernels}
+
+    @cached_property
+    def harness_digests(self) -> dict[str, str]:
+        """Digest of the code that measures, a phase each."""
+        return {phase: source_digest(self.root / script, self.root) for phase, script in SCRIPTS.items()}
+
+    def grid_seq_lens(self) -> list[int]:
+        seq_lens: list[int] = self.config["correctness"]["seq_lens"][self.device]
+        return seq_lens
+
+    def seq_lens(self, sweep: str) -> list[int]:
+        seq_lens: list[int] = self.config["sweeps"][sweep]["seq_lens"][self.device]
+        return seq_lens
+
+    def implementations(self, sweep: str) -> list[str]:
+        chosen: list[str] | None = self.config["sweeps"][sweep].get("implementations")
+        return list(self.config["implementations"]) if chosen is None else chosen
+
+    def cells(self) -> Iterator[tuple[str, int, str]]:
+        """(sweep, seq_len, implementation) of every row of the benchmark table, in its order."""
+        for sweep in self.config["sweeps"]:
+            for seq_len in self.seq_lens(sweep):
+                for implementation in self.implementations(sweep):
+                    yield sweep, seq_len, implementation
+
+    def measures(self, sweep: str, phase: str) -> bool:
+        return phase in self.config["sweeps"][sweep]["measure"]
+
+    def jobs(self) -> list[Job]:
+        """Every measuring job of the run."""
+        jobs = [
+            self.grid_job(name, n) for name in self.config["implementations"] for n in self.grid_seq_lens()
+        ]
+        for phase in (TIMING, MEMORY):
+            jobs += [
+                self.sweep_job(phase, sweep, implementation, seq_len)
+                for sweep, seq_len, implementation in self.cells()
+                if self.measures(sweep, phase)
+            ]
+        return jobs
+
+    def grid_job(self, implementation: str, seq_len: int) -> Job:
+        grid = self.config["correctness"]
+        heads = grid["heads"][self.device]
+        problems = [
+            Problem(
+                batch=batch,
+                heads=heads,
+                kv_heads=heads,
+                seq_len_q=seq_len,
+                seq_len_k=seq_len,
+                head_dim=head_dim,
+                causal=causal,
+                dtype=dtype,
+            ).to_dict()
+            for head_dim in grid["head_dims"]
+            for batch in grid["batches"]
+            for causal in grid["causal"]
+            for dtype in grid["dtypes"]
+        ]
+        tolerances = {dtype: grid["tolerances"][dtype] for dtype in grid["dtypes"]}
+        spec = self._spec(CORRECTNESS, implementation, problems=problems, tolerances=tolerances)
+        path = f"{self.folder}/{CORRECTNESS}/{implementation}/{seq_len}.json"
+        return Job(CORRECTNESS, None, implementation, seq_len, path, spec)
+
+    def sweep_job(self, phase: str, sweep: str, implementation: str, seq_len: int) -> Job:
+        settings = self.config["sweeps"][sweep]
+        problem = Problem(
+            batch=settings["batch"],
+            heads=settings["heads"],
+            kv_heads=settings.get("kv_heads", settings["heads"]),
+            seq_len_q=seq_len,
+            seq_len_k=seq_len,
+            head_dim=settings["head_dim"],
+            causal=settings["causal"],
+            dtype=settings["dtype"],
+        ).to_dict()
+        extra: dict[str, Any] = {"problem": problem}
+        if phase == TIMING:
+            timing = dict(self.config["timing"])
+            extra["processes"] = timing.pop("processes")
+            extra["timing"] = timing
+            extra["tolerance"] = self.config["correctness"]["tolerances"][settings["dtype"]]
+        spec = self._spec(phase, implementation, **extra)
+        path = f"{self.folder}/{phase}/{sweep}/{implementation}/{seq_len}.json"
+        return Job(phase, sweep, implementation, seq_len, path, spec)
+
+    def _spec(self, phase: str, implementation: str, **extra: Any) -> dict[str, Any]:
+        settings = self.config["implementations"][implementation]
+        return {
+            "phase": phase,
+            "device": self.device,
+            "environment": self.environment,
+            "implementation": {
+                "name": implementation,
+                "kernel": settings["kernel"],
+                "options": settings["options"],
+            },
+            "source": {
+                "kernel": self.kernel_digests[settings["kernel"]],
+                "harness": self.harness_digests[phase],
+            },
+            **extra,
+        }

@@ -1,0 +1,169 @@
+"""Markdown for people: the benchmark page and the list of faults. Every number comes from the CSVs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from tabulate import tabulate
+
+from harness.record import FAULTS, MARKS, OK
+from workflow.tables import table_text
+
+GIB = 1024**3
+HEADERS = (
+    "seq_len",
+    "impl",
+    "latency (ms)",
+    "95 % interval (ms)",
+    "TFLOP/s",
+    "peak mem (GiB)",
+    "status",
+    "marks",
+)
+
+
+def benchmark_page(benchmark: pd.DataFrame, grid: pd.DataFrame, environment: dict[str, Any]) -> str:
+    """The page report/benchmark.md: what was measured on, is it right, how fast, how much memory."""
+    parts = ["# Benchmark", environment_line(environment, benchmark), "## Correctness", grid_table(grid)]
+    for sweep, rows in benchmark.groupby("sweep", sort=False):
+        parts += [f"## Sweep {table_text(sweep)}", problem_line(rows), sweep_table(rows)]
+    parts.append(legend(benchmark))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def environment_line(environment: dict[str, Any], benchmark: pd.DataFrame) -> str:
+    gpu = environment.get("gpu")
+    where = (
+        f"{gpu['name']} (driver {gpu['driver']}, CUDA {gpu['cuda']})"
+        if gpu
+        else f"{environment['cpu']}, {environment['cpu_threads_torch']} threads"
+    )
+    times = sorted(str(time)[:10] for time in _present(benchmark, "_measured_at"))
+    dates = "" if not times else times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
+    commits = sorted({str(commit)[:12] for commit in _present(benchmark, "_commit")})
+    dirty = any(str(flag) == "True" for flag in _present(benchmark, "_dirty"))
+    source = f"commit {', '.join(commits) or 'unknown'}{' with uncommitted changes' if dirty else ''}"
+    software = f"torch {environment['torch']}, triton {environment['triton']}, Python {environment['python']}"
+    return "Measured on " + table_text(f"{where}; {software}; {dates}; {source}") + "."
+
+
+def _present(table: pd.DataFrame, suffix: str) -> list[Any]:
+    columns = [name for name in table.columns if name.endswith(suffix)]
+    return [value for name in columns for value in table[name].dropna()]
+
+
+def grid_table(grid: pd.DataFrame) -> str:
+    """For each implementation how many cells of the grid have which status, and the largest error."""
+    rows = []
+    for implementation, cells in grid.groupby("implementation", sort=False):
+        right = int((cells["status"] == OK).sum())
+        others = cells.loc[cells["status"] != OK, "status"].value_counts()
+        rows.append(
+            {
+                "impl": table_text(implementation),
+                "right": f"{right} of {len(cells)}",
+                "not right": table_text(", ".join(f"{count} {status}" for status, count in others.items())),
+                **{
+                    f"max error, {dtype}": _figure(cells.loc[cells["dtype"] == dtype, "max_abs_error"].max())
+                    for dtype in cells["dtype"].unique()
+                },
+                "marks": table_text(" ".join(sorted(set(" ".join(cells["marks"].dropna()).split())))),
+            }
+        )
+    note = "Largest absolute difference from attention computed by PyTorch in the same dtype."
+    return f"{_markdown(rows)}\n\n{note}"
+
+
+def problem_line(rows: pd.DataFrame) -> str:
+    first = rows.iloc[0]
+    heads = f"{first['heads']} heads"
+    if first["kv_heads"] != first["heads"]:
+        heads += f" over {first['kv_heads']} heads of K and V"
+    mask = "causal" if first["causal"] else "not causal"
+    return f"Batch {first['batch']}, {heads}, head_dim {first['head_dim']}, {mask}, {first['dtype']}."
+
+
+def sweep_table(rows: pd.DataFrame) -> str:
+    """The article's columns, and with each number its interval, its status and its marks."""
+    return _markdown([_sweep_row(row) for row in rows.to_dict("records")])
+
+
+def _sweep_row(row: dict[Any, Any]) -> dict[str, str]:
+    timed = row["latency_status"] == OK
+    interval = f"{_figure(row['latency_low_ms'])} – {_figure(row['latency_high_ms'])}" if timed else ""
+    memory = _gibibytes(row["peak_memory_bytes"]) if row["memory_status"] == OK else ""
+    cells = (
+        str(row["seq_len"]),
+        table_text(row["implementation"]),
+        _figure(row["latency_ms"]) if timed else "",
+        interval,
+        f"{row['teraflops_per_second']:.3g}" if timed else "",
+        memory,
+        table_text(_status(row)),
+        table_text("" if pd.isna(row["marks"]) else row["marks"]),
+    )
+    return dict(zip(HEADERS, cells, strict=True))
+
+
+def _status(row: dict[Any, Any]) -> str:
+    """One status if latency and memory agree, or were measured alone; otherwise both, with reasons."""
+    found = {}
+    for name in ("latency", "memory"):
+        status, reason = row[f"{name}_status"], row[f"{name}_reason"]
+        if not pd.isna(status) and status:
+            found[name] = status if status == OK or pd.isna(reason) else f"{status}: {reason}"
+    if not found:
+        return "not asked for"
+    if len(set(found.values())) == 1:
+        return str(next(iter(found.values())))
+    return "; ".join(f"{name} {text}" for name, text in found.items())
+
+
+def legend(benchmark: pd.DataFrame) -> str:
+    """What the columns and the marks that occur mean."""
+    used = {mark for marks in benchmark["marks"].dropna() for mark in marks.split()}
+    coverage = benchmark["interval_coverage"].min()
+    lines = [
+        "Latency is the median over all samples with a cold cache; the interval is that of the median"
+        + ("." if pd.isna(coverage) else f" (coverage at least {coverage:.1%})."),
+        "TFLOP/s counts 4 x batch x heads x unmasked pairs x head_dim operations. Peak memory is of one call"
+        " in a process of its own: inputs, output, and all that is allocated at the peak, a library's"
+        " workspace too.",
+    ]
+    lines += [f"- `{mark}`: {text}" for mark, text in MARKS.items() if mark in used]
+    return "\n".join(lines[:2]) + ("\n\n" + "\n".join(lines[2:]) if len(lines) > 2 else "")
+
+
+def fault_lines(benchmark: pd.DataFrame, grid: pd.DataFrame) -> list[str]:
+    """One line for each cell that is wrong, an error or a timeout."""
+    lines = []
+    for row in grid[grid["status"].isin(FAULTS)].to_dict("records"):
+        mask = "causal" if row["causal"] else "not causal"
+        where = (
+            f"correctness {row['implementation']} seq_len {row['seq_len']} head_dim {row['head_dim']}"
+            f" batch {row['batch']} {mask} {row['dtype']}"
+        )
+        lines.append(f"{row['status']}: {where}: {_one_line(row['reason'])}")
+    for name in ("latency", "memory"):
+        for row in benchmark[benchmark[f"{name}_status"].isin(FAULTS)].to_dict("records"):
+            where = f"{name} {row['implementation']} seq_len {row['seq_len']} (sweep {row['sweep']})"
+            lines.append(f"{row[f'{name}_status']}: {where}: {_one_line(row[f'{name}_reason'])}")
+    return lines
+
+
+def _one_line(text: Any) -> str:
+    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+
+
+def _gibibytes(count: float) -> str:
+    size = count / GIB
+    return f"{size:.4f}" if size >= 0.001 else f"{size:.2g}"
+
+
+def _figure(value: float) -> str:
+    return "" if pd.isna(value) else f"{value:.4g}"
+
+
+def _markdown(rows: list[dict[str, str]]) -> str:
+    return str(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True))

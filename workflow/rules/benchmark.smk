@@ -1,0 +1,48 @@
+"""How fast is each implementation, and how much memory does it take? One job per cell and question.
+
+Right comes before fast by `priority` alone. The grid's records must not be inputs here, not even as
+`ancient`: Snakemake does not look at the params of a job while a job before it is to run, so an edit
+that changes both would leave the old timings standing.
+"""
+
+
+rule measure_timing:
+    input:
+        script=ancient(ROOT / SCRIPTS[TIMING]),
+        kernel=ancient(kernel_source),
+        environment=ancient(PLAN.environment_file),
+    output:
+        f"{PLAN.folder}/{TIMING}/{{sweep}}/{{implementation}}/{{seq_len}}.json",
+    params:
+        spec=sweep_spec(TIMING),
+    log:
+        f"logs/{PLAN.environment}/{TIMING}/{{sweep}}/{{implementation}}/{{seq_len}}.log",
+    resources:
+        gpu=1,
+    priority: 2
+    message:
+        "time {wildcards.implementation} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
+    shell:
+        "python {input.script:q} --spec {params.spec:q} --output {output:q}"
+        " --time-limit-s {TIME_LIMIT_S} > {log:q} 2>&1"
+
+
+rule measure_memory:
+    input:
+        script=ancient(ROOT / SCRIPTS[MEMORY]),
+        kernel=ancient(kernel_source),
+        environment=ancient(PLAN.environment_file),
+    output:
+        f"{PLAN.folder}/{MEMORY}/{{sweep}}/{{implementation}}/{{seq_len}}.json",
+    params:
+        spec=sweep_spec(MEMORY),
+    log:
+        f"logs/{PLAN.environment}/{MEMORY}/{{sweep}}/{{implementation}}/{{seq_len}}.log",
+    resources:
+        gpu=1,
+    priority: 1
+    message:
+        "measure memory of {wildcards.implementation} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
+    shell:
+        "python {input.script:q} --spec {params.spec:q} --output {output:q}"
+        " --time-limit-s {TIME_LIMIT_S} > {log:q} 2>&1"

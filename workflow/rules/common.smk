@@ -1,0 +1,61 @@
+"""What every rule needs: the checked configuration, the plan of the run, and the GPU's limit."""
+
+from harness.environment import choose_device, environment_key
+from harness.digest import source_digest
+from harness.record import canonical_json, spec_digest
+from workflow.config import ConfigError, load_config
+from workflow.plan import CORRECTNESS, MEMORY, SCRIPTS, TIMING, Plan
+
+if sys.platform != "linux" or platform.machine() != "x86_64":
+    sys.exit(f"This workflow runs on Linux x86-64, not on {platform.system()} {platform.machine()}.")
+
+# One config file is one study: another one replaces the default, and is not merged into it.
+if not workflow.configfiles:
+
+    configfile: "config/config.yaml"
+
+
+try:
+    CONFIG = load_config(config, ROOT / "kernels")
+except ConfigError as fault:
+    sys.exit(str(fault))
+
+DEVICE = choose_device(CONFIG["device"])
+PLAN = Plan(CONFIG, DEVICE, environment_key(DEVICE), ROOT)
+TIME_LIMIT_S = CONFIG["time_limit_s"]
+# Timed jobs take this many of the resource; checks may share a CPU, but never a GPU.
+GPUS_FOR_A_CHECK = 1 if DEVICE == "cuda" else 0
+
+# Without a limit Snakemake would start measurements side by side, each waiting for the device's lock.
+if "gpu" not in workflow.global_resources:
+    workflow.register_resource("gpu", 1)
+
+
+wildcard_constraints:
+    implementation="|".join(CONFIG["implementations"]),
+    sweep="|".join(CONFIG["sweeps"]),
+    seq_len=r"\d+",
+
+
+def grid_spec(wildcards):
+    return canonical_json(PLAN.grid_job(wildcards.implementation, int(wildcards.seq_len)).spec)
+
+
+def sweep_spec(phase):
+    """The params function of a phase: Snakemake runs a job again when its spec has changed."""
+
+    def spec(wildcards):
+        return canonical_json(
+            PLAN.sweep_job(phase, wildcards.sweep, wildcards.implementation, int(wildcards.seq_len)).spec
+        )
+
+    return spec
+
+
+def records(*phases):
+    """The records of every job of these phases that the configuration asks for."""
+    return [job.path for job in PLAN.jobs() if job.phase in phases]
+
+
+def kernel_source(wildcards):
+    return f"{ROOT}/kernels/{CONFIG['implementations'][wildcards.implementation]['kernel']}.py"

@@ -1,0 +1,23 @@
+"""Is each implementation right? One job per implementation and seq_len, many cells in each."""
+
+
+rule check_correctness:
+    input:
+        # Compared by digest, in the spec: a comment or a new modification time is no change.
+        script=ancient(ROOT / SCRIPTS[CORRECTNESS]),
+        kernel=ancient(kernel_source),
+        environment=ancient(PLAN.environment_file),
+    output:
+        f"{PLAN.folder}/{CORRECTNESS}/{{implementation}}/{{seq_len}}.json",
+    params:
+        spec=grid_spec,
+    log:
+        f"logs/{PLAN.environment}/{CORRECTNESS}/{{implementation}}/{{seq_len}}.log",
+    resources:
+        gpu=GPUS_FOR_A_CHECK,
+    priority: 3
+    message:
+        "check {wildcards.implementation} at seq_len {wildcards.seq_len}"
+    shell:
+        "python {input.script:q} --spec {params.spec:q} --output {output:q}"
+        " --time-limit-s {TIME_LIMIT_S} > {log:q} 2>&1"

@@ -1,0 +1,14 @@
+"""What the run is measured on."""
+
+
+rule environment:
+    input:
+        script=ancient(ROOT / "workflow/scripts/capture_environment.py"),
+    output:
+        PLAN.environment_file,
+    params:
+        key=PLAN.environment,
+    log:
+        f"logs/{PLAN.environment}/environment.log",
+    shell:
+        "python {input.script:q} --device {DEVICE} --key {params.key:q} --output {output:q} > {log:q} 2>&1"

@@ -1,0 +1,65 @@
+"""From records to tables, and the run's verdict."""
+
+
+rule aggregate:
+    input:
+        script=ancient(ROOT / "workflow/scripts/aggregate.py"),
+        environment=PLAN.environment_file,
+        records=records(CORRECTNESS, TIMING, MEMORY),
+    output:
+        benchmark="results/benchmark.csv",
+        correctness="results/correctness.csv",
+    params:
+        # The script makes the same plan from it as this Snakefile, and so knows every job's spec.
+        config=canonical_json(CONFIG),
+        device=DEVICE,
+        environment=PLAN.environment,
+        source=source_digest(ROOT / "workflow/scripts/aggregate.py", ROOT),
+        specs=spec_digest({job.path: job.spec for job in PLAN.jobs()}),
+    log:
+        "logs/aggregate.log",
+    message:
+        "gather the records"
+    shell:
+        "python {input.script:q} --config {params.config:q} --device {params.device}"
+        " --environment {params.environment:q} --benchmark {output.benchmark:q}"
+        " --correctness {output.correctness:q} > {log:q} 2>&1"
+
+
+rule render_benchmark:
+    input:
+        script=ancient(ROOT / "workflow/scripts/render_benchmark.py"),
+        benchmark="results/benchmark.csv",
+        correctness="results/correctness.csv",
+        environment=PLAN.environment_file,
+    output:
+        "report/benchmark.md",
+    params:
+        source=source_digest(ROOT / "workflow/scripts/render_benchmark.py", ROOT),
+    log:
+        "logs/render_benchmark.log",
+    message:
+        "render the table"
+    shell:
+        "python {input.script:q} --benchmark {input.benchmark:q} --correctness {input.correctness:q}"
+        " --environment {input.environment:q} --output {output:q} > {log:q} 2>&1"
+
+
+rule verdict:
+    input:
+        script=ancient(ROOT / "workflow/scripts/give_verdict.py"),
+        benchmark="results/benchmark.csv",
+        correctness="results/correctness.csv",
+        table="report/benchmark.md",
+    output:
+        "results/verdict.txt",
+    params:
+        source=source_digest(ROOT / "workflow/scripts/give_verdict.py", ROOT),
+    log:
+        "logs/verdict.log",
+    message:
+        "the run's table, and what went wrong"
+    shell:
+        # Shown to the person, and kept: this is the run's last word.
+        "python {input.script:q} --benchmark {input.benchmark:q} --correctness {input.correctness:q}"
+        " --table {input.table:q} --output {output:q} 2>&1 | tee {log:q}"

@@ -1,0 +1,38 @@
+"""Judge one implementation on the grid's cells of one seq_len: --spec JSON --output RECORD."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from harness.command import job_arguments
+from harness.correctness import Tolerance, check_problem, grid_status
+from harness.job import Bench, run_job
+from harness.problem import Problem
+from harness.record import write_record
+from harness.supervisor import Outcome, ReportStep
+
+arguments = job_arguments(__doc__)
+spec = arguments.spec
+problems = [Problem.from_dict(problem) for problem in spec["problems"]]
+tolerances = {dtype: Tolerance(**tolerance) for dtype, tolerance in spec["tolerances"].items()}
+
+
+def work(bench: Bench, problem: Problem, report_step: ReportStep) -> dict[str, object]:
+    report_step(str(problem))
+    return check_problem(bench.kernel, problem, bench.device, tolerances[problem.dtype])
+
+
+def finish(outcomes: list[Outcome]) -> dict[str, object]:
+    cells = [
+        {**asdict(problem), "status": outcome.status, "reason": outcome.reason, **outcome.result}
+        for problem, outcome in zip(problems, outcomes, strict=True)
+    ]
+    status, reason = grid_status(outcomes)
+    return {"status": status, "reason": reason, "cells": cells}
+
+
+record = run_job(spec, ROOT, problems, work, finish, time_limit_s=arguments.time_limit_s, timed=False)
+write_record(record, arguments.output)

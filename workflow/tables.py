@@ -1,0 +1,148 @@
+"""Records as rows: the two CSV files, and how a row is shown to a person."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from harness.record import ERROR, OK, OUT_OF_MEMORY, UNSUPPORTED, WRONG, Record, RecordError, read_record
+from workflow.plan import CORRECTNESS, MEMORY, TIMING, Job, Plan
+
+TIMING_COLUMNS = (
+    "latency_ms",
+    "latency_p20_ms",
+    "latency_p80_ms",
+    "latency_low_ms",
+    "latency_high_ms",
+    "interval_coverage",
+    "warm_latency_ms",
+    "warm_latency_low_ms",
+    "warm_latency_high_ms",
+    "host_time_us",
+    "teraflops_per_second",
+    "sample_count",
+    "process_count",
+    "timer",
+    "warm_up_s",
+    "working_set_bytes",
+    "cache_bytes",
+    "sm_clock_mhz_min",
+    "sm_clock_mhz_max",
+    "temperature_c_max",
+    "power_w_max",
+    "throttle_reasons",
+)
+MEMORY_COLUMNS = (
+    "peak_memory_bytes",
+    "input_bytes",
+    "output_bytes",
+    "extra_bytes",
+    "workspace_bytes",
+    "reserved_bytes",
+    "law_bytes",
+)
+PROBLEM_COLUMNS = ("batch", "heads", "kv_heads", "head_dim", "causal", "dtype")
+CELL_COLUMNS = (
+    "batch",
+    "heads",
+    "seq_len",
+    "head_dim",
+    "causal",
+    "dtype",
+    "status",
+    "reason",
+    "max_abs_error",
+    "error_batch",
+    "error_head",
+    "error_row",
+    "error_column",
+    "value_there",
+    "unit_in_last_place",
+    "error_in_units",
+    "max_abs_error_fp64",
+    "reference_error_fp64",
+    "bound_fp64",
+    "allclose",
+)
+
+
+def load(job: Job, root: Path) -> Record:
+    """A job's record, marked `stale` if its spec is not the job's; an unreadable one becomes an error."""
+    try:
+        record = read_record(root / job.path)
+    except RecordError as fault:
+        return Record(phase=job.phase, spec=job.spec, status=ERROR, reason=str(fault))
+    if record.spec != job.spec:
+        record.marks.append("stale")
+    return record
+
+
+def correctness_rows(plan: Plan, root: Path) -> list[dict[str, Any]]:
+    """A row per cell of the grid."""
+    rows = []
+    for job in plan.jobs():
+        if job.phase != CORRECTNESS:
+            continue
+        record = load(job, root)
+        cells = record.cells or [
+            {"seq_len_q": job.seq_len, "status": record.status, "reason": record.reason, **problem}
+            for problem in job.spec["problems"]
+        ]
+        for cell in cells:
+            row: dict[str, Any] = {"environment": plan.environment, "implementation": job.implementation}
+            values = {**cell, "seq_len": cell["seq_len_q"]}
+            row.update({name: values.get(name) for name in CELL_COLUMNS})
+            rows.append({**row, "marks": " ".join(record.marks)})
+    return rows
+
+
+def benchmark_rows(plan: Plan, root: Path, grid: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per (sweep, seq_len, implementation), latency and memory side by side."""
+    rows = []
+    for sweep, seq_len, implementation in plan.cells():
+        row: dict[str, Any] = {
+            "environment": plan.environment,
+            "sweep": sweep,
+            "seq_len": seq_len,
+            "implementation": implementation,
+        }
+        marks = _grid_marks(implementation, grid)
+        for phase, prefix, columns in (
+            (TIMING, "latency", TIMING_COLUMNS),
+            (MEMORY, "memory", MEMORY_COLUMNS),
+        ):
+            if not plan.measures(sweep, phase):
+                row.update({f"{prefix}_status": "", f"{prefix}_reason": ""}, **dict.fromkeys(columns))
+                continue
+            job = plan.sweep_job(phase, sweep, implementation, seq_len)
+            record = load(job, root)
+            row.update({name: job.spec["problem"][name] for name in PROBLEM_COLUMNS})
+            row.update({f"{prefix}_status": record.status, f"{prefix}_reason": record.reason or ""})
+            row.update({name: record.values.get(name) for name in columns})
+            row[f"{prefix}_measured_at"] = record.started_at
+            row[f"{prefix}_commit"] = record.circumstances.get("source", {}).get("commit")
+            row[f"{prefix}_dirty"] = record.circumstances.get("source", {}).get("dirty")
+            marks += [mark for mark in record.marks if mark not in marks]
+        rows.append({**row, "marks": " ".join(marks)})
+    return rows
+
+
+def _grid_marks(implementation: str, grid: list[dict[str, Any]]) -> list[str]:
+    statuses = {row["status"] for row in grid if row["implementation"] == implementation}
+    marks = ["grid_failed"] if WRONG in statuses else []
+    if statuses - {OK, WRONG, UNSUPPORTED, OUT_OF_MEMORY}:
+        marks.append("grid_incomplete")
+    return marks
+
+
+def table_text(text: Any) -> str:
+    """Text that can stand in a cell of a Markdown table, whatever a kernel wrote into it.
+
+    White space and control characters become single spaces, and what Markdown or HTML would take for
+    their own is escaped.
+    """
+    plain = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
+        plain = plain.replace(character, entity)
+    return re.sub(r"([\\`*_{}\[\]|~#$])", r"\\\1", plain)
