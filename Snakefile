@@ -22,6 +22,9 @@ include: "workflow/rules/tables.smk"
 
 localrules:
     all,
+    correctness,
+    timing,
+    memory,
 
 
 rule all:
@@ -31,3 +34,18 @@ rule all:
         "results/benchmark.csv",
         "results/correctness.csv",
         "results/verdict.txt",
+
+
+rule correctness:
+    input:
+        records(CORRECTNESS),
+
+
+rule timing:
+    input:
+        records(TIMING),
+
+
+rule memory:
+    input:
+        records(MEMORY),

@@ -74,8 +74,8 @@ class Plan:
         return seq_lens
 
     def implementations(self, sweep: str) -> list[str]:
-        chosen: list[str] | None = self.config["sweeps"][sweep].get("implementations")
-        return list(self.config["implementations"]) if chosen is None else chosen
+        implementations: list[str] = self.config["sweeps"][sweep]["implementations"]
+        return implementations
 
     def cells(self) -> Iterator[tuple[str, int, str]]:
         """(sweep, seq_len, implementation) of every row of the benchmark table, in its order."""
@@ -129,7 +129,7 @@ class Plan:
         problem = Problem(
             batch=settings["batch"],
             heads=settings["heads"],
-            kv_heads=settings.get("kv_heads", settings["heads"]),
+            kv_heads=settings["kv_heads"],
             seq_len_q=seq_len,
             seq_len_k=seq_len,
             head_dim=settings["head_dim"],

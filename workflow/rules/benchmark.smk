@@ -13,13 +13,13 @@ rule measure_timing:
         environment=ancient(PLAN.environment_file),
     output:
         f"{PLAN.folder}/{TIMING}/{{sweep}}/{{implementation}}/{{seq_len}}.json",
-    params:
-        spec=sweep_spec(TIMING),
     log:
         f"logs/{PLAN.environment}/{TIMING}/{{sweep}}/{{implementation}}/{{seq_len}}.log",
+    priority: 2
     resources:
         gpu=1,
-    priority: 2
+    params:
+        spec=sweep_spec(TIMING),
     message:
         "time {wildcards.implementation} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
     shell:
@@ -34,13 +34,13 @@ rule measure_memory:
         environment=ancient(PLAN.environment_file),
     output:
         f"{PLAN.folder}/{MEMORY}/{{sweep}}/{{implementation}}/{{seq_len}}.json",
-    params:
-        spec=sweep_spec(MEMORY),
     log:
         f"logs/{PLAN.environment}/{MEMORY}/{{sweep}}/{{implementation}}/{{seq_len}}.log",
+    priority: 1
     resources:
         gpu=1,
-    priority: 1
+    params:
+        spec=sweep_spec(MEMORY),
     message:
         "measure memory of {wildcards.implementation} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
     shell:

@@ -7,7 +7,9 @@ from workflow.config import ConfigError, load_config
 from workflow.plan import CORRECTNESS, MEMORY, SCRIPTS, TIMING, Plan
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
-    sys.exit(f"This workflow runs on Linux x86-64, not on {platform.system()} {platform.machine()}.")
+    sys.exit(
+        f"This workflow runs on Linux x86-64, not on {platform.system()} {platform.machine()}."
+    )
 
 # One config file is one study: another one replaces the default, and is not merged into it.
 if not workflow.configfiles:
@@ -38,7 +40,9 @@ wildcard_constraints:
 
 
 def grid_spec(wildcards):
-    return canonical_json(PLAN.grid_job(wildcards.implementation, int(wildcards.seq_len)).spec)
+    return canonical_json(
+        PLAN.grid_job(wildcards.implementation, int(wildcards.seq_len)).spec
+    )
 
 
 def sweep_spec(phase):
@@ -46,7 +50,9 @@ def sweep_spec(phase):
 
     def spec(wildcards):
         return canonical_json(
-            PLAN.sweep_job(phase, wildcards.sweep, wildcards.implementation, int(wildcards.seq_len)).spec
+            PLAN.sweep_job(
+                phase, wildcards.sweep, wildcards.implementation, int(wildcards.seq_len)
+            ).spec
         )
 
     return spec

@@ -9,13 +9,13 @@ rule check_correctness:
         environment=ancient(PLAN.environment_file),
     output:
         f"{PLAN.folder}/{CORRECTNESS}/{{implementation}}/{{seq_len}}.json",
-    params:
-        spec=grid_spec,
     log:
         f"logs/{PLAN.environment}/{CORRECTNESS}/{{implementation}}/{{seq_len}}.log",
+    priority: 3
     resources:
         gpu=GPUS_FOR_A_CHECK,
-    priority: 3
+    params:
+        spec=grid_spec,
     message:
         "check {wildcards.implementation} at seq_len {wildcards.seq_len}"
     shell:

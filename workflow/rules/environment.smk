@@ -6,9 +6,9 @@ rule environment:
         script=ancient(ROOT / "workflow/scripts/capture_environment.py"),
     output:
         PLAN.environment_file,
-    params:
-        key=PLAN.environment,
     log:
         f"logs/{PLAN.environment}/environment.log",
+    params:
+        key=PLAN.environment,
     shell:
         "python {input.script:q} --device {DEVICE} --key {params.key:q} --output {output:q} > {log:q} 2>&1"

@@ -9,6 +9,8 @@ rule aggregate:
     output:
         benchmark="results/benchmark.csv",
         correctness="results/correctness.csv",
+    log:
+        "logs/aggregate.log",
     params:
         # The script makes the same plan from it as this Snakefile, and so knows every job's spec.
         config=canonical_json(CONFIG),
@@ -16,8 +18,6 @@ rule aggregate:
         environment=PLAN.environment,
         source=source_digest(ROOT / "workflow/scripts/aggregate.py", ROOT),
         specs=spec_digest({job.path: job.spec for job in PLAN.jobs()}),
-    log:
-        "logs/aggregate.log",
     message:
         "gather the records"
     shell:
@@ -34,10 +34,10 @@ rule render_benchmark:
         environment=PLAN.environment_file,
     output:
         "report/benchmark.md",
-    params:
-        source=source_digest(ROOT / "workflow/scripts/render_benchmark.py", ROOT),
     log:
         "logs/render_benchmark.log",
+    params:
+        source=source_digest(ROOT / "workflow/scripts/render_benchmark.py", ROOT),
     message:
         "render the table"
     shell:
@@ -53,13 +53,13 @@ rule verdict:
         table="report/benchmark.md",
     output:
         "results/verdict.txt",
-    params:
-        source=source_digest(ROOT / "workflow/scripts/give_verdict.py", ROOT),
     log:
         "logs/verdict.log",
+    params:
+        source=source_digest(ROOT / "workflow/scripts/give_verdict.py", ROOT),
     message:
         "the run's table, and what went wrong"
     shell:
-        # Shown to the person, and kept: this is the run's last word.
+        # Its standard output is for the person: this is the run's last word.
         "python {input.script:q} --benchmark {input.benchmark:q} --correctness {input.correctness:q}"
-        " --table {input.table:q} --output {output:q} 2>&1 | tee {log:q}"
+        " --table {input.table:q} --output {output:q} 2> {log:q}"

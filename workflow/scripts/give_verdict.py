@@ -25,5 +25,5 @@ if faults:
     print(f"{len(faults)} cells are wrong, errors or timeouts:")
     print("\n".join(f"  {line}" for line in faults))
     print("The tables above are complete; `snakemake` measures again what you change.")
-    sys.exit(1)
+    sys.exit(f"{len(faults)} cells are wrong, errors or timeouts: they are listed above")
 write_atomically(arguments.output, "no cell is wrong, an error or a timeout\n")

@@ -1,0 +1,1 @@
+"""The workflow: configuration, rules and scripts (the only room that knows Snakemake)."""
