@@ -1,0 +1,77 @@
+import math
+
+import pytest
+import torch
+
+from kernels.inputs import check_inputs
+
+
+def tensor(*shape, dtype=torch.float16, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+Q, K = tensor(2, 4, 5, 16), tensor(2, 2, 7, 16)
+
+BAD = {
+    "rank": ((tensor(4, 5, 16), K, K), ["q has 3 dimensions", "(4, 5, 16)", "expected 4"]),
+    "not a tensor": ((Q, [1.0], K), ["k is a list", "expected a torch.Tensor"]),
+    "fp32": ((tensor(2, 4, 5, 16, dtype=torch.float32), K, K), ["q is float32", "float16 or bfloat16"]),
+    "mixed dtypes": ((Q, K, K.bfloat16()), ["v is bfloat16", "q's dtype, float16"]),
+    "mixed devices": ((Q, K.to("meta"), K), ["k is on meta", "q's device, cpu"]),
+    "batch": ((Q, tensor(3, 2, 7, 16), K), ["k has batch 3", "q's batch, 2"]),
+    "head_dim of k": ((Q, tensor(2, 2, 7, 32), K), ["k has head_dim 32", "q's head_dim, 16"]),
+    "head_dim of v": ((Q, K, tensor(2, 2, 7, 8)), ["v has head_dim 8", "q's head_dim, 16"]),
+    "v's length": ((Q, K, tensor(2, 2, 8, 16)), ["v has shape (2, 2, 8, 16)", "k's shape, (2, 2, 7, 16)"]),
+    "heads": ((Q, tensor(2, 3, 7, 16), tensor(2, 3, 7, 16)), ["q has 4 heads", "multiple of the 3 heads"]),
+    "no head": ((Q, tensor(2, 0, 7, 16), K), ["k has shape (2, 0, 7, 16)", "at least one head"]),
+    "last stride": ((Q, tensor(2, 2, 7, 32)[..., ::2], K), ["k has a last stride of 2", "expected 1"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_tensor_is_refused_by_name_with_what_it_was_and_what_was_expected(case):
+    tensors, fragments = BAD[case]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is what the next line checks
+        check_inputs(*tensors)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, "0.1", True])
+def test_a_scale_that_is_no_finite_number_is_refused(scale):
+    with pytest.raises(ValueError, match=r"scale is .*: expected a finite number or None"):
+        check_inputs(Q, K, K, scale=scale)
+
+
+@pytest.mark.parametrize("scale", [None, 1, 0.0, -0.5])
+def test_a_finite_scale_or_none_is_accepted(scale):
+    check_inputs(Q, K, K, scale=scale)
+
+
+def test_different_lengths_grouped_heads_and_empty_lengths_are_accepted():
+    check_inputs(Q, K, K)
+    check_inputs(tensor(2, 4, 0, 16), K, K)
+    check_inputs(Q, tensor(2, 1, 0, 16), tensor(2, 1, 0, 16))
+    check_inputs(tensor(0, 4, 5, 16), tensor(0, 2, 7, 16), tensor(0, 2, 7, 16))
+
+
+def test_any_strides_but_the_last_are_accepted():
+    q, k, v = tensor(2, 5, 3, 4, 16).permute(2, 0, 3, 1, 4)
+    check_inputs(q, k, v)
+
+
+def test_the_stride_of_a_last_dimension_of_size_one_does_not_matter():
+    narrow = tensor(2, 4, 5, 16)[..., ::16]
+    assert narrow.stride(3) != 1
+    check_inputs(narrow, narrow, narrow)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_forward_only_kernel_refuses_a_gradient_only_while_gradients_are_recorded(name):
+    tensors = {"q": Q.clone(), "k": K.clone(), "v": K.clone()}
+    tensors[name].requires_grad_()
+    with pytest.raises(ValueError, match=rf"{name} requires a gradient.*forward only"):
+        check_inputs(**tensors, forward_only=True)
+    check_inputs(**tensors)
+    with torch.no_grad():
+        check_inputs(**tensors, forward_only=True)
