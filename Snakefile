@@ -16,6 +16,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 include: "workflow/rules/common.smk"
 include: "workflow/rules/environment.smk"
 include: "workflow/rules/correctness.smk"
+include: "workflow/rules/tuning.smk"
 include: "workflow/rules/benchmark.smk"
 include: "workflow/rules/tables.smk"
 
@@ -24,6 +25,7 @@ localrules:
     all,
     correctness,
     timing,
+    tuning,
     memory,
 
 
@@ -49,3 +51,8 @@ rule timing:
 rule memory:
     input:
         records(MEMORY),
+
+
+rule tuning:
+    input:
+        records(TUNING),

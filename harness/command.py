@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.record import RecordError, history_folder, read_record
+
 
 @dataclass(frozen=True)
 class JobArguments:
+    """A job from the command line; `options` are the spec's, with the tuned ones on top."""
+
     spec: dict[str, Any]
     output: Path
     time_limit_s: float
+    options: dict[str, Any]
+    winner: Path | None
 
 
 def job_arguments(description: str | None) -> JobArguments:
@@ -22,8 +28,21 @@ def job_arguments(description: str | None) -> JobArguments:
     parser.add_argument("--spec", required=True, help="the job as JSON, or a record whose spec to repeat")
     parser.add_argument("--output", required=True, type=Path, help="where to write the record")
     parser.add_argument("--time-limit-s", type=float, default=600.0)
+    parser.add_argument("--tuned", nargs="*", type=Path, help="the file with the options that tuning found")
+    parser.add_argument("--winner", type=Path, help="where a tuning job writes the fastest options")
     arguments = parser.parse_args()
-    return JobArguments(_spec(parser, arguments.spec), arguments.output, arguments.time_limit_s)
+    try:
+        history_folder(arguments.output)
+    except ValueError as fault:  # better now than when the measurement is done
+        parser.error(f"--output: {fault}")
+    spec = _spec(parser, arguments.spec)
+    try:
+        options = dict(spec["implementation"]["options"])
+    except (KeyError, TypeError):
+        parser.error("--spec: it names no implementation with options")
+    for path in arguments.tuned or []:
+        options.update(_tuned(parser, path))
+    return JobArguments(spec, arguments.output, arguments.time_limit_s, options, arguments.winner)
 
 
 def _spec(parser: argparse.ArgumentParser, text: str) -> dict[str, Any]:
@@ -31,7 +50,14 @@ def _spec(parser: argparse.ArgumentParser, text: str) -> dict[str, Any]:
         if text.lstrip().startswith("{"):
             content: dict[str, Any] = json.loads(text)
             return content
-        recorded: dict[str, Any] = json.loads(Path(text).read_text(encoding="utf-8"))["spec"]
-        return recorded
-    except (OSError, KeyError, json.JSONDecodeError) as fault:
+        return read_record(Path(text)).spec
+    except (RecordError, json.JSONDecodeError) as fault:
         parser.error(f"--spec: neither JSON nor a record: {fault}")
+
+
+def _tuned(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
+    try:
+        options: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["options"]
+        return options
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as fault:
+        parser.error(f"--tuned: {path} does not say which options won: {fault}")

@@ -78,11 +78,18 @@ class Judge:
         self._reference_error = _max_abs_difference(self._same_dtype, self._exact)
         shifted = (self._same_dtype + 0.3) - 0.3
         self._floor = 2 * _max_abs_difference(shifted, self._same_dtype)
+        if not math.isfinite(self._reference_error + self._floor):
+            raise ValueError("the same-dtype reference is not finite for these inputs: nothing to judge by")
 
     def judge(self, output: Any) -> Judgement:
         """Judge an output for these inputs; never raises for a bad output."""
         faults = self._form_faults(output) + self._input_faults()
-        if not isinstance(output, torch.Tensor) or output.shape != self._exact.shape:
+        expected = self._exact
+        if (
+            not isinstance(output, torch.Tensor)
+            or output.shape != expected.shape
+            or output.device != expected.device
+        ):
             return Judgement(faults)
         finite = torch.isfinite(output)
         if not bool(finite.all()):

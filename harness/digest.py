@@ -7,8 +7,10 @@ taken over the syntax tree without docstrings, so comments, docstrings and white
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -18,10 +20,10 @@ def source_digest(path: Path, root: Path) -> str:
     Imports made by a name computed at run time are not followed, nor those under
     `if TYPE_CHECKING:`, which never run. Raises SyntaxError for a file that does not parse.
     """
+    root = root.resolve()
     hasher = hashlib.sha256()
     for file in sorted(import_closure(path, root)):
-        tree = _parse(file)
-        hasher.update(f"{file.relative_to(root)}\n{ast.dump(_without_docstrings(tree))}\n".encode())
+        hasher.update(f"{file.relative_to(root)}\n{_source(file, root).meaning}\n".encode())
     return hasher.hexdigest()[:16]
 
 
@@ -35,9 +37,29 @@ def import_closure(path: Path, root: Path) -> set[Path]:
         if file in found:
             continue
         found.add(file)
-        for module in _imported_modules(_parse(file), file, root):
+        for module in _source(file, root).imports:
             waiting.extend(_module_files(module, root))
     return found
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a digest needs of a file: its syntax tree without docstrings, as text, and its imports."""
+
+    meaning: str
+    imports: tuple[str, ...]
+
+
+def _source(file: Path, root: Path) -> _Source:
+    state = file.stat()
+    return _read(file, root, state.st_mtime_ns, state.st_size)
+
+
+@functools.cache  # most files stand in the closure of several scripts
+def _read(file: Path, root: Path, modified_ns: int, size: int) -> _Source:
+    tree = _parse(file)
+    imports = tuple(_imported_modules(tree, file, root))
+    return _Source(ast.dump(_without_docstrings(tree)), imports)
 
 
 def _parse(file: Path) -> ast.Module:
@@ -58,7 +80,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
 def _running_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes below `node`, except the bodies of `if TYPE_CHECKING:`."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             for other in child.orelse:
                 yield other
                 yield from _running_nodes(other)
@@ -88,3 +110,8 @@ def _module_files(module: str, root: Path) -> Iterator[Path]:
         for candidate in (folder.with_name(folder.name + ".py"), folder / "__init__.py"):
             if candidate.is_file():
                 yield candidate
+
+
+def defines_function(path: Path, name: str) -> bool:
+    """Whether the file defines a function of that name at its top level; the file is not imported."""
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in _parse(path).body)

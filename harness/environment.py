@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -69,6 +70,7 @@ class Gpu:
     driver: str
 
 
+@functools.cache  # starting NVML takes a while, and a Snakefile asks more than once
 def find_gpu() -> Gpu | None:
     """The first visible NVIDIA GPU by NVML, without touching CUDA; None where there is none."""
     try:
@@ -159,17 +161,31 @@ def source_state(root: Path) -> dict[str, Any]:
     """
     git = ["git", "-C", str(root), "-c", "safe.directory=*"]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=20)
-        if commit.returncode == 0:
+        found = subprocess.run(
+            [*git, "rev-parse", "HEAD", "--show-toplevel"], capture_output=True, text=True, timeout=20
+        )
+        commit, _, top = found.stdout.strip().partition("\n")
+        # A repository that the checkout was only unpacked into says nothing about it.
+        if found.returncode == 0 and Path(top).resolve() == root.resolve():
             status = subprocess.run(
                 [*git, "status", "--porcelain"], capture_output=True, text=True, timeout=20
             )
             dirty = bool(status.stdout.strip()) if status.returncode == 0 else None
-            return {"commit": commit.stdout.strip(), "dirty": dirty, "commit_source": "git"}
+            return {"commit": commit, "dirty": dirty, "commit_source": "git"}
     except (OSError, subprocess.TimeoutExpired):
         pass
     stated = os.environ.get(STATED_COMMIT_VARIABLE)
     return {"commit": stated, "dirty": None, "commit_source": "stated" if stated else "unknown"}
+
+
+def use_every_cpu_thread() -> None:
+    """Let torch use each CPU that this process may run on.
+
+    Snakemake limits OMP_NUM_THREADS to a rule's threads; a job by hand must measure the same.
+    """
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 
 def describe(device: str, root: Path) -> dict[str, Any]:

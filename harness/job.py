@@ -6,20 +6,26 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
-import torch
-
 from harness.device import Device, open_device, pin_to_gpu
-from harness.environment import EnvironmentFault, describe, environment_key, require_gpu
+from harness.environment import (
+    EnvironmentFault,
+    describe,
+    environment_key,
+    require_gpu,
+    use_every_cpu_thread,
+)
 from harness.lock import device_lock
 from harness.monitor import GpuMonitor, Monitor, NoMonitor
 from harness.plugin import Kernel, interpret_triton, load_kernel
 from harness.record import ERROR, Record
-from harness.supervisor import Outcome, Supervised, Verdict, Work, supervise
+from harness.supervisor import Outcome, Verdict, Work, supervise, supervise_side_by_side
 
 Task = TypeVar("Task")
 
@@ -33,71 +39,106 @@ class Bench:
     watch: Callable[[], Monitor]
 
 
-def run_job(
-    spec: dict[str, Any],
-    root: Path,
-    tasks: Sequence[Task],
-    work: Work[Bench, Task],
-    finish: Callable[[list[Outcome]], dict[str, Any]],
-    *,
-    time_limit_s: float,
-    timed: bool,
-    fresh_child_each: bool = False,
-) -> Record:
-    """Run a job's tasks under supervision, holding the device's lock, and make the record.
+class Supervision:
+    """Holds a job's device while its tasks run in supervised children, and makes its record.
 
-    `finish` turns the outcomes into the record's fields. A job that is not `timed` shares the CPU with
-    others of its kind; a GPU is never shared. Waiting for the lock is not part of the time limit.
+    Used in a `with`. A job that is not `timed` shares the CPU with others of its kind; a GPU is never
+    shared. Waiting for the device is not part of the time limit, which holds for each `run`. On a
+    machine without the GPU that the spec asks for every task is an error that says so.
     """
 
-    def start() -> tuple[Bench, dict[str, Any]]:
-        return _start(spec, root, uuid)
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        root: Path,
+        *,
+        time_limit_s: float,
+        timed: bool,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._root = root
+        self._time_limit_s = time_limit_s
+        self._options = spec["implementation"]["options"] if options is None else options
+        self._timed = timed
+        self._lock = ExitStack()
+        self._uuid: str | None = None
+        self._fault: str | None = None
+        self._account: dict[str, Any] = {}
+        self._began = 0.0
+        self._started_at = datetime.now(UTC)
 
-    try:
-        uuid = require_gpu().uuid if spec["device"] == "cuda" else None
-    except EnvironmentFault as fault:
-        supervised = Supervised([Outcome(ERROR, str(fault), {}, "start")] * len(tasks), {})
-        return _record(spec, supervised, finish, datetime.now(UTC), 0.0)
-    with device_lock(uuid or "cpu", shared=not timed and uuid is None, waiting=_say):
-        began, started_at = time.monotonic(), datetime.now(UTC)
+    def __enter__(self) -> Supervision:
+        try:
+            self._uuid = require_gpu().uuid if self._spec["device"] == "cuda" else None
+        except EnvironmentFault as fault:
+            self._fault = str(fault)
+            return self
+        shared = not self._timed and self._uuid is None
+        self._lock.enter_context(device_lock(self._uuid or "cpu", shared=shared, waiting=_say))
+        self._began, self._started_at = time.monotonic(), datetime.now(UTC)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.close()
+
+    def run(
+        self, tasks: Sequence[Task], work: Work[Bench, Task], *, fresh_child_each: bool = False
+    ) -> list[Outcome]:
+        """Do the tasks one after the other; an outcome for each."""
+        if self._fault is not None:
+            return [Outcome(ERROR, self._fault, {}, "start")] * len(tasks)
         supervised = supervise(
-            tasks, start, work, time_limit_s=time_limit_s, fresh_child_each=fresh_child_each
+            tasks, self._start, work, time_limit_s=self._time_limit_s, fresh_child_each=fresh_child_each
         )
-        return _record(spec, supervised, finish, started_at, time.monotonic() - began)
+        self._account = self._account or supervised.account
+        return supervised.outcomes
 
+    def run_without_device(self, tasks: Sequence[Task], work: Work[Kernel, Task]) -> list[Outcome]:
+        """Do the tasks side by side, a process each, as many as there are CPUs; an outcome for each.
 
-def _start(spec: dict[str, Any], root: Path, uuid: str | None) -> tuple[Bench, dict[str, Any]]:
-    found = environment_key(spec["device"])
-    if found != spec["environment"]:
-        raise Verdict(ERROR, f"the job is for environment {spec['environment']}, this machine is {found}")
-    if uuid is None:
-        interpret_triton()
-        # Snakemake limits OMP_NUM_THREADS to a rule's threads; a job by hand must measure the same.
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-    else:
-        pin_to_gpu(uuid)
-    device = open_device(spec["device"])
-    implementation = spec["implementation"]
-    kernel = load_kernel(implementation["kernel"], implementation["options"])
-    watch: Callable[[], Monitor] = NoMonitor if uuid is None else lambda: GpuMonitor(uuid)
-    return Bench(device, kernel, watch), describe(spec["device"], root)
+        The processes do not open the device: for compiling.
+        """
+        if self._fault is not None:
+            return [Outcome(ERROR, self._fault, {}, "start")] * len(tasks)
+        at_most = len(os.sched_getaffinity(0))
+        return supervise_side_by_side(
+            tasks, self._start_without_device, work, time_limit_s=self._time_limit_s, at_most=at_most
+        )
 
+    def record(self, **fields: Any) -> Record:
+        """The job's record with these fields, its circumstances and its duration."""
+        return Record(
+            phase=self._spec["phase"],
+            spec=self._spec,
+            circumstances=self._account,
+            started_at=self._started_at.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            duration_s=round(time.monotonic() - self._began, 3) if self._began else 0.0,
+            **fields,
+        )
 
-def _record(
-    spec: dict[str, Any],
-    supervised: Supervised,
-    finish: Callable[[list[Outcome]], dict[str, Any]],
-    started_at: datetime,
-    duration_s: float,
-) -> Record:
-    return Record(
-        phase=spec["phase"],
-        spec=spec,
-        circumstances=supervised.account,
-        started_at=started_at.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
-        duration_s=round(duration_s, 3),
-        **finish(supervised.outcomes),
-    )
+    def _load_kernel(self) -> Kernel:
+        return load_kernel(self._spec["implementation"]["kernel"], self._options)
+
+    def _start_without_device(self) -> tuple[Kernel, dict[str, Any]]:
+        return self._load_kernel(), {}
+
+    def _start(self) -> tuple[Bench, dict[str, Any]]:
+        spec, uuid = self._spec, self._uuid
+        found = environment_key(spec["device"])
+        if found != spec["environment"]:
+            raise Verdict(ERROR, f"the job is for environment {spec['environment']}, this machine is {found}")
+        if uuid is None:
+            interpret_triton()
+            use_every_cpu_thread()
+        else:
+            pin_to_gpu(uuid)
+        device = open_device(spec["device"])
+        kernel = self._load_kernel()
+        watch: Callable[[], Monitor] = NoMonitor if uuid is None else lambda: GpuMonitor(uuid)
+        return Bench(device, kernel, watch), describe(spec["device"], self._root)
 
 
 def _say(sentence: str) -> None:

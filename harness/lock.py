@@ -45,7 +45,8 @@ def _open(name: str) -> int:
     path = folder / f"{name}.lock"
     try:
         # Without O_CREAT first: Linux refuses it for another user's file in a sticky folder.
-        return os.open(path, os.O_RDWR)
+        # Read-only is enough for flock, and all that another user's umask may have left us.
+        return os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.fchmod(descriptor, 0o666)

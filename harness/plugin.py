@@ -6,6 +6,8 @@ The contract (docs/design.md has the reasons):
     unsupported(problem, target, **options) -> str | None      optional
     candidates(problem, target, **options) -> list[dict]       optional
     memory_law(problem, **options) -> int | None               optional
+    compile_units(problem, options, target) -> list            optional: objects with the attributes
+        function, signature, constexprs, attrs (as triton's ASTSource takes them) and options
 """
 
 from __future__ import annotations
@@ -39,6 +41,35 @@ class Kernel:
         """softmax(Q K^T / sqrt(head_dim)) V for (batch, heads, seq_len, head_dim) tensors."""
         output: torch.Tensor = self.module.attention(q, k, v, causal=causal, **self.options)
         return output
+
+    def with_options(self, options: dict[str, Any]) -> Kernel:
+        """The same kernel with other options."""
+        return Kernel(self.module, dict(options))
+
+    def candidates(self, problem: Problem, target: Target) -> list[dict[str, Any]]:
+        """Option sets worth tuning over; none if the kernel offers none. The first is the default."""
+        ask = getattr(self.module, "candidates", None)
+        if ask is None:
+            return []
+        return [{**self.options, **options} for options in ask(problem, target, **self.options)]
+
+    def compile_for(self, problem: Problem, target: Target) -> None:
+        """Compile what a call needs into Triton's cache, without the device.
+
+        A kernel that does not say what to compile is left alone. Raises what the compiler raises.
+        """
+        ask = getattr(self.module, "compile_units", None)
+        if ask is None or target.compute_capability is None:
+            return
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        major, minor = target.compute_capability
+        for unit in ask(problem, self.options, target):
+            source = ASTSource(unit.function, unit.signature, unit.constexprs, unit.attrs)
+            gpu = GPUTarget("cuda", major * 10 + minor, 32)
+            triton.compile(source, target=gpu, options=unit.options)
 
     def unsupported(self, problem: Problem, target: Target) -> str | None:
         """Why the problem cannot run on the target; None if it can, or if the kernel does not say."""

@@ -58,11 +58,13 @@ def median_interval_ranks(count: int, confidence: float) -> tuple[int, int, floa
     to rank count - 1 - r covers it with probability 1 - 2 P(X <= r). (David and Nagaraja, Order
     Statistics, section 7.1.) The innermost pair that reaches the confidence is taken, or the extremes.
     """
-    tail = 0.0
+    # Integers, since floats overflow above a thousand samples; `ways` is comb(count, rank).
+    tail, ways = 0, 1
     best = (0, count - 1, 1 - 2 * 0.5**count if count > 1 else 0.0)
     for rank in range((count - 1) // 2 + 1):
-        tail += math.comb(count, rank) * 0.5**count
-        coverage = 1 - 2 * tail
+        tail += ways
+        ways = ways * (count - rank) // (rank + 1)
+        coverage = 1 - 2 * tail / 2**count
         if coverage < confidence:
             break
         best = (rank, count - 1 - rank, coverage)

@@ -8,7 +8,6 @@ hangs or is killed is an outcome with a reason; the tasks behind it go on in a n
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
@@ -18,18 +17,20 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from harness.process import die_with_parent
 from harness.record import ERROR, OK, OUT_OF_MEMORY, TIMEOUT
 
 Context = TypeVar("Context")
 Task = TypeVar("Task")
 ReportStep = Callable[[str], None]
 
-PR_SET_PDEATHSIG = 1
 SECONDS_TO_DIE = 20.0
+SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Verdict(Exception):
@@ -85,8 +86,7 @@ def supervise(
     while len(outcomes) < len(tasks):
         first = len(outcomes)
         if time.monotonic() >= deadline:
-            reason = f"not started: the job's time limit of {time_limit_s:g} s was used up before it"
-            outcomes.extend(Outcome(TIMEOUT, reason, {}, "") for _ in tasks[first:])
+            outcomes += [_not_started(time_limit_s)] * len(tasks[first:])
             break
         batch = tasks[first : first + 1] if fresh_child_each else tasks[first:]
         child = _Child(batch, start, work)
@@ -96,6 +96,42 @@ def supervise(
             child.kill()
         account = account or child.account
     return Supervised(outcomes, account)
+
+
+def supervise_side_by_side(
+    tasks: Sequence[Task],
+    start: Start[Context],
+    work: Work[Context, Task],
+    *,
+    time_limit_s: float,
+    at_most: int,
+) -> list[Outcome]:
+    """Do every task in a child of its own, up to `at_most` of them at once; outcomes in the tasks' order.
+
+    For work that is not timed, such as compiling.
+    """
+    deadline = time.monotonic() + time_limit_s
+    outcomes: list[Outcome] = []
+    running: deque[_Child] = deque()
+    waiting = deque(tasks)
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_most and time.monotonic() < deadline:
+                running.append(_Child([waiting.popleft()], start, work))
+            if not running:
+                outcomes += [_not_started(time_limit_s)] * len(waiting)
+                break
+            outcomes += running[0].collect(deadline, time_limit_s)
+            running.popleft().kill()
+    finally:
+        for child in running:
+            child.kill()
+    return outcomes
+
+
+def _not_started(time_limit_s: float) -> Outcome:
+    reason = f"not started: the job's time limit of {time_limit_s:g} s was used up before it"
+    return Outcome(TIMEOUT, reason, {}, "")
 
 
 class _Child:
@@ -146,14 +182,22 @@ class _Child:
     def _read(self, deadline: float) -> Any:
         while b"\n" not in self._buffer:
             remaining = deadline - time.monotonic()
-            if remaining <= 0 or not select.select([self._pipe], [], [], remaining)[0]:
-                return _EXPIRED
+            if not self._readable(max(0.0, min(remaining, SECONDS_BETWEEN_LOOKS))):
+                if remaining <= 0:
+                    return _EXPIRED
+                # A process that the child forked may hold the pipe open after the child's own end.
+                if self._wait(0.0) is not None and not self._readable(0.0):
+                    return None
+                continue
             chunk = os.read(self._pipe, 1 << 16)
             if not chunk:
                 return None
             self._buffer += chunk
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
+
+    def _readable(self, seconds: float) -> bool:
+        return bool(select.select([self._pipe], [], [], seconds)[0])
 
     def _ask_where_it_hangs(self) -> None:
         """Have the child print its Python stack to the log (faulthandler answers this signal)."""
@@ -169,7 +213,7 @@ class _Child:
             return "closed its result pipe and went on running"
         if code >= 0:
             return f"the process exited with code {code}"
-        name = signal.Signals(-code).name
+        name = _SIGNAL_NAMES.get(-code, f"signal {-code}")
         hint = ", perhaps by the system when memory ran out" if -code == signal.SIGKILL else ""
         return f"the process was killed by {name}{hint}"
 
@@ -196,6 +240,7 @@ class _Child:
 
 
 _EXPIRED = object()
+_SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}  # most real-time ones have none
 
 
 def _be_the_child(
@@ -208,18 +253,18 @@ def _be_the_child(
     code = 1
     try:
         os.setpgid(0, 0)
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
+        die_with_parent(parent, signal.SIGKILL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         _work_through(pipe, tasks, start, work)
         code = 0
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # whatever happened, the child must not go on in its parent's code
+            os._exit(code)
 
 
 def _work_through(
@@ -229,7 +274,7 @@ def _work_through(
     work: Work[Context, Task],
 ) -> None:
     def send(message: dict[str, Any]) -> None:
-        data = (json.dumps(message) + "\n").encode()
+        data = (json.dumps(message, allow_nan=False) + "\n").encode()
         while data:
             data = data[os.write(pipe, data) :]
 
@@ -250,7 +295,8 @@ def _work_through(
         except Verdict as verdict:
             send({"status": verdict.status, "reason": verdict.reason, "result": verdict.result})
         except BaseException as fault:
-            traceback.print_exc()
+            with contextlib.suppress(Exception):  # the task may have closed stderr
+                traceback.print_exc()
             status = OUT_OF_MEMORY if is_out_of_memory(fault) else ERROR
             send({"status": status, "reason": describe_exception(fault), "result": {}})
             if status == ERROR:

@@ -57,9 +57,9 @@ def guards_touched(tensor: torch.Tensor) -> bool:
 
 
 class GuardedAllocations(TorchDispatchMode):
-    """While active, every uninitialised tensor a kernel asks PyTorch for lies between guard zones.
+    """While active, every empty or zero tensor a kernel asks PyTorch for lies between guard zones.
 
-    Its own bytes are poisoned as well, so that an output which is not written shows as NaN.
+    The bytes of an empty one are poisoned as well, so that an output which is not written shows as NaN.
     `touched` tells afterwards whether something was written outside. What PyTorch's C++ operators
     allocate for themselves does not pass here.
     """
@@ -72,11 +72,13 @@ class GuardedAllocations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket not in _UNINITIALISED or not _replaceable(result):
+        if func.overloadpacket not in _UNINITIALISED | _ZEROED or not _replaceable(result):
             return result
         dense = _guarded(
             (result.untyped_storage().nbytes() // result.dtype.itemsize,), result.dtype, result.device
         )
+        if func.overloadpacket in _ZEROED:
+            dense.zero_()
         self._allocated.append(dense)
         return dense.as_strided(result.shape, result.stride(), dense.storage_offset())
 
@@ -85,6 +87,7 @@ class GuardedAllocations(TorchDispatchMode):
         return any(guards_touched(tensor) for tensor in self._allocated)
 
 
+_ZEROED = {torch.ops.aten.zeros, torch.ops.aten.zeros_like, torch.ops.aten.new_zeros}
 _UNINITIALISED = {
     torch.ops.aten.empty,
     torch.ops.aten.empty_strided,

@@ -12,14 +12,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness.digest import source_digest
+from harness.digest import defines_function, source_digest
 from harness.problem import Problem
+from harness.record import spec_digest
 
 CORRECTNESS = "correctness"
+TUNING = "tuning"
 TIMING = "timing"
 MEMORY = "memory"
 SCRIPTS = {
     CORRECTNESS: "workflow/scripts/check_correctness.py",
+    TUNING: "workflow/scripts/tune.py",
     TIMING: "workflow/scripts/measure_timing.py",
     MEMORY: "workflow/scripts/measure_memory.py",
 }
@@ -27,7 +30,11 @@ SCRIPTS = {
 
 @dataclass(frozen=True)
 class Job:
-    """One measuring job; `sweep` is None for the correctness grid."""
+    """One measuring job; `sweep` is None for the correctness grid.
+
+    `implementation` is the implementation's name; for a tuning job, which all implementations of the
+    same kernel and options share, it is the name of that pair.
+    """
 
     phase: str
     sweep: str | None
@@ -88,10 +95,16 @@ class Plan:
         return phase in self.config["sweeps"][sweep]["measure"]
 
     def jobs(self) -> list[Job]:
-        """Every measuring job of the run."""
+        """Every job of the run that makes a record."""
         jobs = [
             self.grid_job(name, n) for name in self.config["implementations"] for n in self.grid_seq_lens()
         ]
+        tuned = {
+            (sweep, self.tuned_name(implementation), seq_len): None
+            for sweep, seq_len, implementation in self.cells()
+            if self.tunes(implementation)
+        }
+        jobs += [self.tuning_job(*key) for key in tuned]
         for phase in (TIMING, MEMORY):
             jobs += [
                 self.sweep_job(phase, sweep, implementation, seq_len)
@@ -99,6 +112,47 @@ class Plan:
                 if self.measures(sweep, phase)
             ]
         return jobs
+
+    def tunes(self, implementation: str) -> bool:
+        """Whether there is something to tune: on a GPU, for a kernel that offers candidates."""
+        kernel = self.config["implementations"][implementation]["kernel"]
+        return self.device == "cuda" and kernel in self._kernels_with_candidates
+
+    @cached_property
+    def _kernels_with_candidates(self) -> set[str]:
+        return {
+            name
+            for name in self.kernel_digests
+            if defines_function(self.root / "kernels" / f"{name}.py", "candidates")
+        }
+
+    def tuned_name(self, implementation: str) -> str:
+        """What tuning is shared by: the kernel, and a digest of its options if it has any."""
+        settings = self.config["implementations"][implementation]
+        options = settings["options"]
+        return f"{settings['kernel']}-{spec_digest(options)[:8]}" if options else str(settings["kernel"])
+
+    def winner_file(self, sweep: str, implementation: str, seq_len: int) -> str | None:
+        """The file with the launch options that timing and memory take; None where nothing is tuned."""
+        if not self.tunes(implementation):
+            return None
+        return f"{self.folder}/{TUNING}/{sweep}/{self.tuned_name(implementation)}/{seq_len}.winner.json"
+
+    def tuning_job(self, sweep: str, tuned_name: str, seq_len: int) -> Job:
+        implementation = next(
+            name for name in self.config["implementations"] if self.tuned_name(name) == tuned_name
+        )
+        settings = self.config["sweeps"][sweep]
+        spec = self._spec(
+            TUNING,
+            implementation,
+            problem=self._problem(sweep, seq_len),
+            tuning=self.config["tuning"],
+            tolerance=self.config["correctness"]["tolerances"][settings["dtype"]],
+        )
+        del spec["implementation"]["name"]
+        path = f"{self.folder}/{TUNING}/{sweep}/{tuned_name}/{seq_len}.json"
+        return Job(TUNING, sweep, tuned_name, seq_len, path, spec)
 
     def grid_job(self, implementation: str, seq_len: int) -> Job:
         grid = self.config["correctness"]
@@ -124,9 +178,9 @@ class Plan:
         path = f"{self.folder}/{CORRECTNESS}/{implementation}/{seq_len}.json"
         return Job(CORRECTNESS, None, implementation, seq_len, path, spec)
 
-    def sweep_job(self, phase: str, sweep: str, implementation: str, seq_len: int) -> Job:
+    def _problem(self, sweep: str, seq_len: int) -> dict[str, Any]:
         settings = self.config["sweeps"][sweep]
-        problem = Problem(
+        return Problem(
             batch=settings["batch"],
             heads=settings["heads"],
             kv_heads=settings["kv_heads"],
@@ -136,7 +190,10 @@ class Plan:
             causal=settings["causal"],
             dtype=settings["dtype"],
         ).to_dict()
-        extra: dict[str, Any] = {"problem": problem}
+
+    def sweep_job(self, phase: str, sweep: str, implementation: str, seq_len: int) -> Job:
+        settings = self.config["sweeps"][sweep]
+        extra: dict[str, Any] = {"problem": self._problem(sweep, seq_len)}
         if phase == TIMING:
             timing = dict(self.config["timing"])
             extra["processes"] = timing.pop("processes")

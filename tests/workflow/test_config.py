@@ -54,7 +54,7 @@ COUNTS_OR_NONE = "a list, without duplicates, each an integer of at least 1"
 BOOLEAN = "a boolean (YAML reads yes, no, on and off as booleans)"
 NULL = "null (nothing is written below the key)"
 NUMBER_AS_TEXT = "text (--config gives what is in a list or a mapping as text)"
-TOP_KEYS = "device, time_limit_s, implementations, correctness, timing, sweeps"
+TOP_KEYS = "device, time_limit_s, implementations, correctness, timing, tuning, sweeps"
 TIMING_KEYS = "processes, samples, samples_interpreted, warm_up_min_s, warm_up_max_s"
 SWEEP_KEYS = "batch, heads, kv_heads, head_dim, causal, dtype, seq_lens, measure, implementations"
 

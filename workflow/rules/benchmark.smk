@@ -11,6 +11,7 @@ rule measure_timing:
         script=ancient(ROOT / SCRIPTS[TIMING]),
         kernel=ancient(kernel_source),
         environment=ancient(PLAN.environment_file),
+        tuned=tuned_options,
     output:
         f"{PLAN.folder}/{TIMING}/{{sweep}}/{{implementation}}/{{seq_len}}.json",
     log:
@@ -23,7 +24,7 @@ rule measure_timing:
     message:
         "time {wildcards.implementation} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
     shell:
-        "python {input.script:q} --spec {params.spec:q} --output {output:q}"
+        "python {input.script:q} --spec {params.spec:q} --tuned {input.tuned:q} --output {output:q}"
         " --time-limit-s {TIME_LIMIT_S} > {log:q} 2>&1"
 
 
@@ -32,6 +33,7 @@ rule measure_memory:
         script=ancient(ROOT / SCRIPTS[MEMORY]),
         kernel=ancient(kernel_source),
         environment=ancient(PLAN.environment_file),
+        tuned=tuned_options,
     output:
         f"{PLAN.folder}/{MEMORY}/{{sweep}}/{{implementation}}/{{seq_len}}.json",
     log:
@@ -44,5 +46,5 @@ rule measure_memory:
     message:
         "measure memory of {wildcards.implementation} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
     shell:
-        "python {input.script:q} --spec {params.spec:q} --output {output:q}"
+        "python {input.script:q} --spec {params.spec:q} --tuned {input.tuned:q} --output {output:q}"
         " --time-limit-s {TIME_LIMIT_S} > {log:q} 2>&1"

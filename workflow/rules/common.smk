@@ -2,9 +2,10 @@
 
 from harness.environment import choose_device, environment_key
 from harness.digest import source_digest
+from harness.forkserver import ForkServer
 from harness.record import canonical_json, spec_digest
 from workflow.config import ConfigError, load_config
-from workflow.plan import CORRECTNESS, MEMORY, SCRIPTS, TIMING, Plan
+from workflow.plan import CORRECTNESS, MEMORY, SCRIPTS, TIMING, TUNING, Plan
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
     sys.exit(
@@ -28,6 +29,22 @@ TIME_LIMIT_S = CONFIG["time_limit_s"]
 # Timed jobs take this many of the resource; checks may share a CPU, but never a GPU.
 GPUS_FOR_A_CHECK = 1 if DEVICE == "cuda" else 0
 
+# Torch is imported once for all jobs of a run; `onstart` starts the server, on this machine only.
+FORK_SERVER = ForkServer(ROOT)
+
+
+onstart:
+    FORK_SERVER.start()
+
+
+onsuccess:
+    FORK_SERVER.stop()
+
+
+onerror:
+    FORK_SERVER.stop()
+
+
 # Without a limit Snakemake would start measurements side by side, each waiting for the device's lock.
 if "gpu" not in workflow.global_resources:
     workflow.register_resource("gpu", 1)
@@ -37,6 +54,7 @@ wildcard_constraints:
     implementation="|".join(CONFIG["implementations"]),
     sweep="|".join(CONFIG["sweeps"]),
     seq_len=r"\d+",
+    tuned=r"[a-z0-9_]+(-[0-9a-f]+)?",
 
 
 def grid_spec(wildcards):
@@ -56,6 +74,24 @@ def sweep_spec(phase):
         )
 
     return spec
+
+
+def tuning_spec(wildcards):
+    return canonical_json(
+        PLAN.tuning_job(wildcards.sweep, wildcards.tuned, int(wildcards.seq_len)).spec
+    )
+
+
+def tuned_options(wildcards):
+    """The file that says which launch options won, for implementations that are tuned."""
+    winner = PLAN.winner_file(
+        wildcards.sweep, wildcards.implementation, int(wildcards.seq_len)
+    )
+    return [] if winner is None else winner
+
+
+def tuned_kernel_source(wildcards):
+    return f"{ROOT}/kernels/{wildcards.tuned.split('-')[0]}.py"
 
 
 def records(*phases):

@@ -11,7 +11,7 @@ rule check_correctness:
         f"{PLAN.folder}/{CORRECTNESS}/{{implementation}}/{{seq_len}}.json",
     log:
         f"logs/{PLAN.environment}/{CORRECTNESS}/{{implementation}}/{{seq_len}}.log",
-    priority: 3
+    priority: 4
     resources:
         gpu=GPUS_FOR_A_CHECK,
     params:

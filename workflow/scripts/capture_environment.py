@@ -8,7 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from harness.environment import EnvironmentFault, describe
+from harness.forkserver import run_in_fork_server
+
+run_in_fork_server(__file__)
+
+from harness.environment import EnvironmentFault, describe, use_every_cpu_thread
 from harness.record import write_atomically
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -17,6 +21,7 @@ parser.add_argument("--key", required=True)
 parser.add_argument("--output", required=True, type=Path)
 arguments = parser.parse_args()
 
+use_every_cpu_thread()  # as the jobs do
 try:
     account = describe(arguments.device, ROOT)
 except EnvironmentFault as fault:

@@ -7,9 +7,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from harness.forkserver import run_in_fork_server
+
+run_in_fork_server(__file__)
+
 from harness.command import job_arguments
 from harness.correctness import Tolerance, check_problem, grid_status
-from harness.job import Bench, run_job
+from harness.job import Bench, Supervision
 from harness.problem import Problem
 from harness.record import write_record
 from harness.supervisor import Outcome, ReportStep
@@ -34,5 +38,6 @@ def finish(outcomes: list[Outcome]) -> dict[str, object]:
     return {"status": status, "reason": reason, "cells": cells}
 
 
-record = run_job(spec, ROOT, problems, work, finish, time_limit_s=arguments.time_limit_s, timed=False)
-write_record(record, arguments.output)
+with Supervision(spec, ROOT, time_limit_s=arguments.time_limit_s, timed=False) as job:
+    outcomes = job.run(problems, work)
+write_record(job.record(**finish(outcomes)), arguments.output)

@@ -6,11 +6,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from harness.forkserver import run_in_fork_server
+
+run_in_fork_server(__file__)
+
 from harness.command import job_arguments
-from harness.job import Bench, run_job
+from harness.job import Bench, Supervision
 from harness.memory import measure_memory
 from harness.problem import Problem
-from harness.record import OK, write_record
+from harness.record import OK, canonical_json, write_record
 from harness.supervisor import Outcome, ReportStep
 
 arguments = job_arguments(__doc__)
@@ -24,10 +28,12 @@ def work(bench: Bench, task: Problem, report_step: ReportStep) -> dict[str, obje
 def finish(outcomes: list[Outcome]) -> dict[str, object]:
     (outcome,) = outcomes
     marks = ["interpreted"] if outcome.status == OK and outcome.result["interpreted"] else []
-    return {"status": outcome.status, "reason": outcome.reason, "values": outcome.result, "marks": marks}
+    values = {"options": canonical_json(arguments.options), **outcome.result}
+    return {"status": outcome.status, "reason": outcome.reason, "values": values, "marks": marks}
 
 
-record = run_job(
-    arguments.spec, ROOT, [problem], work, finish, time_limit_s=arguments.time_limit_s, timed=True
-)
-write_record(record, arguments.output)
+with Supervision(
+    arguments.spec, ROOT, time_limit_s=arguments.time_limit_s, timed=True, options=arguments.options
+) as job:
+    outcomes = job.run([problem], work)
+write_record(job.record(**finish(outcomes)), arguments.output)

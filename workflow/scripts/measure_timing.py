@@ -7,11 +7,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from harness.forkserver import run_in_fork_server
+
+run_in_fork_server(__file__)
+
 from harness.command import job_arguments
 from harness.correctness import Tolerance
-from harness.job import Bench, run_job
+from harness.job import Bench, Supervision
 from harness.problem import Problem
-from harness.record import OK, write_record
+from harness.record import OK, canonical_json, write_record
 from harness.stopwatch import TimedProcess, TimingSettings, time_attention, timing_marks, timing_values
 from harness.supervisor import Outcome, ReportStep
 
@@ -33,7 +37,7 @@ def finish(outcomes: list[Outcome]) -> dict[str, object]:
     if failed is not None:
         return {"status": failed.status, "reason": failed.reason}
     processes = [TimedProcess(**outcome.result) for outcome in outcomes]
-    values = timing_values(processes, problem)
+    values = {"options": canonical_json(arguments.options), **timing_values(processes, problem)}
     samples = {
         "cold_ms": [process.cold_ms for process in processes],
         "warm_ms": [process.warm_ms for process in processes],
@@ -42,14 +46,8 @@ def finish(outcomes: list[Outcome]) -> dict[str, object]:
     return {"status": OK, "values": values, "marks": timing_marks(processes, values), "samples": samples}
 
 
-record = run_job(
-    spec,
-    ROOT,
-    range(spec["processes"]),
-    work,
-    finish,
-    time_limit_s=arguments.time_limit_s,
-    timed=True,
-    fresh_child_each=True,
-)
-write_record(record, arguments.output)
+with Supervision(
+    spec, ROOT, time_limit_s=arguments.time_limit_s, timed=True, options=arguments.options
+) as job:
+    outcomes = job.run(range(spec["processes"]), work, fresh_child_each=True)
+write_record(job.record(**finish(outcomes)), arguments.output)

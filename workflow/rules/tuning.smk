@@ -1,0 +1,24 @@
+"""Which launch options are the fastest? Asked apart from any measurement, and answered for all of them."""
+
+
+rule tune:
+    input:
+        script=ancient(ROOT / SCRIPTS[TUNING]),
+        kernel=ancient(tuned_kernel_source),
+        environment=ancient(PLAN.environment_file),
+    output:
+        # The winner alone is what the measurements depend on: found again, it measures nothing again.
+        winner=f"{PLAN.folder}/{TUNING}/{{sweep}}/{{tuned}}/{{seq_len}}.winner.json",
+        record=f"{PLAN.folder}/{TUNING}/{{sweep}}/{{tuned}}/{{seq_len}}.json",
+    log:
+        f"logs/{PLAN.environment}/{TUNING}/{{sweep}}/{{tuned}}/{{seq_len}}.log",
+    priority: 3
+    resources:
+        gpu=1,
+    params:
+        spec=tuning_spec,
+    message:
+        "tune {wildcards.tuned} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
+    shell:
+        "python {input.script:q} --spec {params.spec:q} --output {output.record:q}"
+        " --winner {output.winner:q} --time-limit-s {TIME_LIMIT_S} > {log:q} 2>&1"
