@@ -1,4 +1,3 @@
-import os
 import platform
 import sys
 from pathlib import Path
@@ -9,8 +8,10 @@ min_version("9.0")
 
 ROOT = Path(workflow.basedir)
 sys.path.insert(0, str(ROOT))
-# Jobs run with the Python that runs Snakemake, whether or not its environment is activated.
-os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+from workflow.session import use_this_python
+
+use_this_python()
 
 
 include: "workflow/rules/common.smk"
@@ -19,6 +20,8 @@ include: "workflow/rules/correctness.smk"
 include: "workflow/rules/tuning.smk"
 include: "workflow/rules/benchmark.smk"
 include: "workflow/rules/tables.smk"
+include: "workflow/rules/report.smk"
+include: "workflow/rules/publish.smk"
 
 
 localrules:
@@ -33,6 +36,8 @@ rule all:
     default_target: True
     input:
         "report/benchmark.md",
+        "report/report.md",
+        FIGURES,
         "results/benchmark.csv",
         "results/correctness.csv",
         "results/verdict.txt",

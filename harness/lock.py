@@ -51,3 +51,21 @@ def _open(name: str) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.fchmod(descriptor, 0o666)
         return descriptor
+
+
+def hold_checkout(root: Path, waiting: Callable[[str], None]) -> int:
+    """Hold the lock of a checkout's results until this process ends; returns the open descriptor.
+
+    Two runs in one checkout would delete each other's records. The second waits here, before it looks
+    at what there is to do, and finds the first one's work done. The lock goes with the process, also
+    when it is killed; processes started from it do not inherit it.
+    """
+    path = root / "results" / ".run.lock"
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        waiting("waiting: another run is going on in this checkout")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor

@@ -45,9 +45,10 @@ def memory_law(problem: Any, **options: Any) -> int:
 
     10 bytes a score while the weights are cast back (scores 2, scaled scores 2, fp32 softmax 4, cast 2)
     on top of Q, K and V; in bf16 12 bytes, before that, because only fp16 scores go into PyTorch's fp32
-    softmax without a copy of 4 bytes (scores 2, scaled scores 2, fp32 scores 4, fp32 softmax 4). The output comes after the fp32 softmax has gone, and exceeds that peak only
-    where head_dim > 2 * seq_len_k. The causal mask is gone before the softmax. Left out: cuBLAS's
-    workspace, and what autograd keeps. A CPU peaks at 12 bytes a score in both dtypes.
+    softmax without a copy of 4 bytes (scores 2, scaled scores 2, fp32 scores 4, fp32 softmax 4). The
+    output comes after the fp32 softmax has gone, and exceeds that peak only where head_dim is more than
+    twice seq_len_k. The causal mask is gone before the softmax. Left out: cuBLAS's workspace, and what
+    autograd keeps. A CPU peaks at 12 bytes a score in both dtypes.
     """
     query = problem.batch * problem.heads * problem.seq_len_q * problem.head_dim
     key = problem.batch * problem.kv_heads * problem.seq_len_k * problem.head_dim

@@ -6,8 +6,9 @@ a table can tell which records still are what today's configuration and code ask
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,15 @@ class Plan:
     def harness_digests(self) -> dict[str, str]:
         """Digest of the code that measures, a phase each."""
         return {phase: source_digest(self.root / script, self.root) for phase, script in SCRIPTS.items()}
+
+    def at_seq_len(self, seq_len: int) -> Plan:
+        """The part of this plan that is about one length."""
+        config = copy.deepcopy(self.config)
+        grid = config["correctness"]["seq_lens"]
+        grid[self.device] = [n for n in grid[self.device] if n == seq_len]
+        for sweep in config["sweeps"].values():
+            sweep["seq_lens"][self.device] = [n for n in sweep["seq_lens"][self.device] if n == seq_len]
+        return replace(self, config=config)
 
     def grid_seq_lens(self) -> list[int]:
         seq_lens: list[int] = self.config["correctness"]["seq_lens"][self.device]

@@ -25,10 +25,13 @@ HEADERS = (
 
 def benchmark_page(benchmark: pd.DataFrame, grid: pd.DataFrame, environment: dict[str, Any]) -> str:
     """The page report/benchmark.md: what was measured on, is it right, how fast, how much memory."""
-    parts = ["# Benchmark", environment_line(environment, benchmark), "## Correctness", grid_table(grid)]
-    for sweep, rows in benchmark.groupby("sweep", sort=False):
-        parts += [f"## Sweep {table_text(sweep)}", problem_line(rows), sweep_table(rows)]
-    parts.append(legend(benchmark))
+    parts = ["# Benchmark", environment_line(environment, benchmark)]
+    if not grid.empty:
+        parts += ["## Correctness", grid_table(grid)]
+    if not benchmark.empty:
+        for sweep, rows in benchmark.groupby("sweep", sort=False):
+            parts += [f"## Sweep {table_text(sweep)}", problem_line(rows), sweep_table(rows)]
+        parts.append(legend(benchmark))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
-from harness.record import ERROR, OK, OUT_OF_MEMORY, UNSUPPORTED, WRONG, Record, RecordError, read_record
+from harness.record import (
+    ERROR,
+    OK,
+    OUT_OF_MEMORY,
+    TIMEOUT,
+    UNSUPPORTED,
+    WRONG,
+    Record,
+    RecordError,
+    canonical_json,
+    read_record,
+)
 from workflow.plan import CORRECTNESS, MEMORY, TIMING, Job, Plan
 
 TIMING_COLUMNS = (
@@ -78,6 +90,48 @@ def load(job: Job, root: Path) -> Record:
     return record
 
 
+def load_measurement(plan: Plan, job: Job, root: Path) -> Record:
+    """A timing or memory job's record; `stale` also where today's tuned options are not those it took."""
+    record = load(job, root)
+    used = record.values.get("options")
+    if used is not None and used != _options_today(plan, job, root) and "stale" not in record.marks:
+        record.marks.append("stale")
+    return record
+
+
+def _options_today(plan: Plan, job: Job, root: Path) -> str | None:
+    """The options that a job run now would take, as its record would state them; None if none are known."""
+    options = dict(job.spec["implementation"]["options"])
+    winner = plan.winner_file(str(job.sweep), job.implementation, job.seq_len)
+    if winner is not None:
+        try:
+            options.update(json.loads((root / winner).read_text(encoding="utf-8"))["options"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    return canonical_json(options)
+
+
+def stale_records(plan: Plan, root: Path) -> list[str]:
+    """The paths of the records on disk that are stale or cannot be read."""
+    stale = []
+    for job in plan.jobs():
+        if (root / job.path).exists():
+            record = load_measurement(plan, job, root) if job.phase in (TIMING, MEMORY) else load(job, root)
+            if "stale" in record.marks or not record.started_at:  # an unreadable one has no start
+                stale.append(job.path)
+    return stale
+
+
+def failed_jobs(plan: Plan, root: Path) -> list[Job]:
+    """The jobs whose record, or a cell of it, is an error or a timeout."""
+    return [
+        job
+        for job in plan.jobs()
+        if (record := load(job, root)).status in (ERROR, TIMEOUT)
+        or any(cell["status"] in (ERROR, TIMEOUT) for cell in record.cells)
+    ]
+
+
 def correctness_rows(plan: Plan, root: Path) -> list[dict[str, Any]]:
     """A row per cell of the grid."""
     rows = []
@@ -116,7 +170,7 @@ def benchmark_rows(plan: Plan, root: Path, grid: list[dict[str, Any]]) -> list[d
                 row.update({f"{prefix}_status": "", f"{prefix}_reason": ""}, **dict.fromkeys(columns))
                 continue
             job = plan.sweep_job(phase, sweep, implementation, seq_len)
-            record = load(job, root)
+            record = load_measurement(plan, job, root)
             row.update({name: job.spec["problem"][name] for name in PROBLEM_COLUMNS})
             row.update({f"{prefix}_status": record.status, f"{prefix}_reason": record.reason or ""})
             row.update({name: record.values.get(name) for name in columns})

@@ -17,15 +17,18 @@ rule measure_timing:
     log:
         f"logs/{PLAN.environment}/{TIMING}/{{sweep}}/{{implementation}}/{{seq_len}}.log",
     priority: 2
+    conda:
+        "../envs/attention.yaml"
     resources:
         gpu=1,
+        time_limit_s=TIME_LIMIT_S,
     params:
         spec=sweep_spec(TIMING),
     message:
         "time {wildcards.implementation} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
     shell:
         "python {input.script:q} --spec {params.spec:q} --tuned {input.tuned:q} --output {output:q}"
-        " --time-limit-s {TIME_LIMIT_S} > {log:q} 2>&1"
+        " --time-limit-s {resources.time_limit_s} > {log:q} 2>&1"
 
 
 rule measure_memory:
@@ -39,12 +42,15 @@ rule measure_memory:
     log:
         f"logs/{PLAN.environment}/{MEMORY}/{{sweep}}/{{implementation}}/{{seq_len}}.log",
     priority: 1
+    conda:
+        "../envs/attention.yaml"
     resources:
         gpu=1,
+        time_limit_s=TIME_LIMIT_S,
     params:
         spec=sweep_spec(MEMORY),
     message:
         "measure memory of {wildcards.implementation} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
     shell:
         "python {input.script:q} --spec {params.spec:q} --tuned {input.tuned:q} --output {output:q}"
-        " --time-limit-s {TIME_LIMIT_S} > {log:q} 2>&1"
+        " --time-limit-s {resources.time_limit_s} > {log:q} 2>&1"

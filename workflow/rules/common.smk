@@ -1,11 +1,15 @@
-"""What every rule needs: the checked configuration, the plan of the run, and the GPU's limit."""
+"""What the rules share: the checked configuration, the plan of the run, and the GPU's limit."""
 
 from harness.environment import choose_device, environment_key
+import math
+
 from harness.digest import source_digest
 from harness.forkserver import ForkServer
 from harness.record import canonical_json, spec_digest
 from workflow.config import ConfigError, load_config
+from workflow.session import begin_run, notes_are_lost
 from workflow.plan import CORRECTNESS, MEMORY, SCRIPTS, TIMING, TUNING, Plan
+from workflow.tables import stale_records
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
     sys.exit(
@@ -23,9 +27,28 @@ try:
 except ConfigError as fault:
     sys.exit(str(fault))
 
+# A look (-n, --lint) disturbs nobody.
+A_RUN = workflow.is_main_process and not workflow.dryrun
+if A_RUN:
+    begin_run(Path.cwd())
+
 DEVICE = choose_device(CONFIG["device"])
 PLAN = Plan(CONFIG, DEVICE, environment_key(DEVICE), ROOT)
-TIME_LIMIT_S = CONFIG["time_limit_s"]
+
+# Snakemake compares specs by its own notes; where those are lost, it would leave everything as it is.
+if workflow.is_main_process and notes_are_lost(Path.cwd()):
+    if stale := stale_records(PLAN, Path.cwd()):
+        print(
+            f".snakemake is lost: {len(stale)} records of another spec are to be measured again",
+            file=sys.stderr,
+        )
+    if A_RUN:
+        for path in stale:
+            Path(
+                path
+            ).unlink()  # as Snakemake does before it measures again; the history has it
+
+TIME_LIMIT_S = math.ceil(CONFIG["time_limit_s"])
 # Timed jobs take this many of the resource; checks may share a CPU, but never a GPU.
 GPUS_FOR_A_CHECK = 1 if DEVICE == "cuda" else 0
 
@@ -101,3 +124,9 @@ def records(*phases):
 
 def kernel_source(wildcards):
     return f"{ROOT}/kernels/{CONFIG['implementations'][wildcards.implementation]['kernel']}.py"
+
+
+def config_name():
+    """The name a run is published under: its config file's, and `default` for config/config.yaml."""
+    stem = Path(workflow.configfiles[0]).stem
+    return "default" if stem == "config" else stem

@@ -12,12 +12,15 @@ rule check_correctness:
     log:
         f"logs/{PLAN.environment}/{CORRECTNESS}/{{implementation}}/{{seq_len}}.log",
     priority: 4
+    conda:
+        "../envs/attention.yaml"
     resources:
         gpu=GPUS_FOR_A_CHECK,
+        time_limit_s=TIME_LIMIT_S,
     params:
         spec=grid_spec,
     message:
         "check {wildcards.implementation} at seq_len {wildcards.seq_len}"
     shell:
         "python {input.script:q} --spec {params.spec:q} --output {output:q}"
-        " --time-limit-s {TIME_LIMIT_S} > {log:q} 2>&1"
+        " --time-limit-s {resources.time_limit_s} > {log:q} 2>&1"

@@ -8,7 +8,12 @@ rule environment:
         PLAN.environment_file,
     log:
         f"logs/{PLAN.environment}/environment.log",
+    conda:
+        "../envs/attention.yaml"
     params:
         key=PLAN.environment,
+        device=DEVICE,
+    message:
+        "write down what this machine is"
     shell:
-        "python {input.script:q} --device {DEVICE} --key {params.key:q} --output {output:q} > {log:q} 2>&1"
+        "python {input.script:q} --device {params.device} --key {params.key:q} --output {output:q} > {log:q} 2>&1"

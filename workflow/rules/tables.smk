@@ -11,6 +11,8 @@ rule aggregate:
         correctness="results/correctness.csv",
     log:
         "logs/aggregate.log",
+    conda:
+        "../envs/attention.yaml"
     params:
         # The script makes the same plan from it as this Snakefile, and so knows every job's spec.
         config=canonical_json(CONFIG),
@@ -36,6 +38,8 @@ rule render_benchmark:
         "report/benchmark.md",
     log:
         "logs/render_benchmark.log",
+    conda:
+        "../envs/attention.yaml"
     params:
         source=source_digest(ROOT / "workflow/scripts/render_benchmark.py", ROOT),
     message:
@@ -55,6 +59,8 @@ rule verdict:
         "results/verdict.txt",
     log:
         "logs/verdict.log",
+    conda:
+        "../envs/attention.yaml"
     params:
         source=source_digest(ROOT / "workflow/scripts/give_verdict.py", ROOT),
     message:
@@ -63,3 +69,49 @@ rule verdict:
         # Its standard output is for the person: this is the run's last word.
         "python {input.script:q} --benchmark {input.benchmark:q} --correctness {input.correctness:q}"
         " --table {input.table:q} --output {output:q} 2> {log:q}"
+
+
+# One target a length: everything of that length brought up to date, and its rows shown.
+for length in sorted({job.seq_len for job in PLAN.jobs()}):
+
+    rule:
+        name:
+            f"seq_len_{length}"
+        input:
+            script=ancient(ROOT / "workflow/scripts/show_seq_len.py"),
+            environment=ancient(PLAN.environment_file),
+            records=[job.path for job in PLAN.jobs() if job.seq_len == length],
+        log:
+            f"logs/seq_len_{length}.log",
+        conda:
+            "../envs/attention.yaml"
+        params:
+            config=canonical_json(CONFIG),
+            device=DEVICE,
+            environment=PLAN.environment,
+            seq_len=length,
+        message:
+            "the rows of seq_len {params.seq_len}"
+        shell:
+            "python {input.script:q} --config {params.config:q} --device {params.device}"
+            " --environment {params.environment:q} --environment-file {input.environment:q}"
+            " --seq-len {params.seq_len} 2> {log:q}"
+
+
+rule retry_failed:
+    input:
+        script=ancient(ROOT / "workflow/scripts/retry_failed.py"),
+    log:
+        "logs/retry_failed.log",
+    conda:
+        "../envs/attention.yaml"
+    params:
+        config=canonical_json(CONFIG),
+        device=DEVICE,
+        environment=PLAN.environment,
+        snakefile=workflow.main_snakefile,
+    message:
+        "measure again what is an error or a timeout"
+    shell:
+        "python {input.script:q} --config {params.config:q} --device {params.device}"
+        " --environment {params.environment:q} --snakefile {params.snakefile:q} 2> {log:q}"

@@ -13,12 +13,15 @@ rule tune:
     log:
         f"logs/{PLAN.environment}/{TUNING}/{{sweep}}/{{tuned}}/{{seq_len}}.log",
     priority: 3
+    conda:
+        "../envs/attention.yaml"
     resources:
         gpu=1,
+        time_limit_s=TIME_LIMIT_S,
     params:
         spec=tuning_spec,
     message:
         "tune {wildcards.tuned} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
     shell:
         "python {input.script:q} --spec {params.spec:q} --output {output.record:q}"
-        " --winner {output.winner:q} --time-limit-s {TIME_LIMIT_S} > {log:q} 2>&1"
+        " --winner {output.winner:q} --time-limit-s {resources.time_limit_s} > {log:q} 2>&1"

@@ -1,0 +1,209 @@
+"""Tables as HTML pages of their own, for Snakemake's report, which shows CSV and Markdown only as downloads.
+
+Text from kernels is escaped; the pages hold no script and load nothing.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from harness.record import MARKS, OK
+from workflow.render import GIB, problem_line
+
+STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; color: #222; margin: 1.2em; }
+h1 { font-size: 1.2em; margin: 0 0 .3em; }
+p { margin: .3em 0 .8em; color: #555; max-width: 60em; }
+table { border-collapse: collapse; }
+th, td { padding: .25em .7em; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
+th { border-bottom: 2px solid #888; white-space: nowrap; position: sticky; top: 0; background: #fff; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+tr.fault td { background: #f6f0e4; }
+"""
+
+
+def table_page(
+    title: str, notes: Sequence[str], rows: Sequence[dict[str, Any]], faults: Sequence[bool] = ()
+) -> str:
+    """An HTML page with one table; a row whose entry in `faults` is true is shaded.
+
+    Numbers are aligned to the right. Everything is escaped here and nowhere else.
+    """
+    headers = list(rows[0]) if rows else []
+    head = "".join(f"<th>{escaped(header)}</th>" for header in headers)
+    body = []
+    for index, row in enumerate(rows):
+        shade = ' class="fault"' if faults and faults[index] else ""
+        body.append(f"<tr{shade}>{''.join(_cell(value) for value in row.values())}</tr>")
+    lines = [
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        f"<title>{escaped(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escaped(title)}</h1>",
+        *(f"<p>{escaped(note)}</p>" for note in notes if note),
+        f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>",
+        *body,
+        "</tbody>\n</table>\n</body>\n</html>\n",
+    ]
+    return "\n".join(lines)
+
+
+def one_line(text: Any) -> str:
+    """Text without line ends and control characters, white space made single."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+
+
+def escaped(text: Any) -> str:
+    """Text as HTML shows it: one line, without control characters, nothing in it taken for markup."""
+    return html.escape(one_line(text))
+
+
+def _cell(value: Any) -> str:
+    """A cell; a `str` is text, anything else a number."""
+    kind = "" if isinstance(value, str) else ' class="number"'
+    return f"<td{kind}>{escaped(value)}</td>"
+
+
+class Number(float):
+    """A number with the format it is shown in; nothing where there is none."""
+
+    form: str
+
+    def __new__(cls, value: Any, form: str = ".4g") -> Number:
+        number = super().__new__(cls, value)
+        number.form = form
+        return number
+
+    def __str__(self) -> str:
+        return "" if pd.isna(self) else format(float(self), self.form)
+
+
+def correctness_page(grid: pd.DataFrame) -> str:
+    """How many cells of the grid each implementation gets right, and its largest errors."""
+    rows, faults = [], []
+    for name, cells in [] if grid.empty else grid.groupby("implementation", sort=False):
+        right = int((cells["status"] == OK).sum())
+        others = cells.loc[cells["status"] != OK, "status"].value_counts()
+        row: dict[str, Any] = {
+            "implementation": str(name),
+            "cells": Number(len(cells), ".0f"),
+            "right": Number(right, ".0f"),
+            "not right": ", ".join(f"{count} {status}" for status, count in others.items()),
+        }
+        for dtype in grid["dtype"].unique():
+            errors = cells.loc[cells["dtype"] == dtype, "max_abs_error"]
+            row[f"largest error, {dtype}"] = Number(errors.max())
+        row["marks"] = " ".join(sorted(set(" ".join(cells["marks"].dropna()).split())))
+        rows.append(row)
+        faults.append(right < len(cells))
+    note = "Largest absolute difference from attention computed by PyTorch in the same dtype."
+    return table_page("Correctness: each implementation", [note], rows, faults)
+
+
+def cells_page(grid: pd.DataFrame) -> str:
+    """Every cell of the grid, with its reason in full and the place of its largest error."""
+    place = ["error_row", "value_there", "unit_in_last_place"]
+    located = grid.copy()
+    located[place] = located[place].astype(float)
+    located.loc[~(located["max_abs_error"] > 0), place] = math.nan  # an error of 0 lies nowhere
+    rows = [
+        {
+            "implementation": str(row["implementation"]),
+            "dtype": str(row["dtype"]),
+            "mask": "causal" if row["causal"] else "none",
+            "head_dim": Number(row["head_dim"], ".0f"),
+            "batch": Number(row["batch"], ".0f"),
+            "seq_len": Number(row["seq_len"], ".0f"),
+            "status": str(row["status"]),
+            "largest error": Number(row["max_abs_error"]),
+            "in row": Number(row["error_row"], ".0f"),
+            "reference there": Number(row["value_there"]),
+            "unit in the last place": Number(row["unit_in_last_place"]),
+            "error in units": Number(row["error_in_units"], ".3g"),
+            "error against fp64": Number(row["max_abs_error_fp64"], ".3g"),
+            "the reference's": Number(row["reference_error_fp64"], ".3g"),
+            "reason": _text(row["reason"]),
+            "marks": _text(row["marks"]),
+        }
+        for row in located.to_dict("records")
+    ]
+    return table_page("Correctness: every cell", [], rows, [row["status"] != OK for row in rows])
+
+
+def latency_page(rows: pd.DataFrame) -> str:
+    """One sweep's latencies, each with its interval, its status and its marks."""
+    table = [
+        {
+            "seq_len": Number(row["seq_len"], ".0f"),
+            "implementation": str(row["implementation"]),
+            "status": _text(row["latency_status"]) or "not asked for",
+            "latency (ms)": Number(row["latency_ms"]),
+            "interval from": Number(row["latency_low_ms"]),
+            "to": Number(row["latency_high_ms"]),
+            "warm cache (ms)": Number(row["warm_latency_ms"]),
+            "host time a call (µs)": Number(row["host_time_us"], ".3g"),
+            "TFLOP/s": Number(row["teraflops_per_second"], ".3g"),
+            "samples": Number(row["sample_count"], ".0f"),
+            **_why(row, "latency"),
+        }
+        for row in rows.to_dict("records")
+    ]
+    return _sweep_page("Latency", rows, table)
+
+
+def memory_page(rows: pd.DataFrame) -> str:
+    """One sweep's memory peaks beside the kernel's own law and the workspace."""
+    table = [
+        {
+            "seq_len": Number(row["seq_len"], ".0f"),
+            "implementation": str(row["implementation"]),
+            "status": _text(row["memory_status"]) or "not asked for",
+            "peak (GiB)": Number(row["peak_memory_bytes"] / GIB),
+            "law (GiB)": Number(row["law_bytes"] / GIB),
+            "workspace (MiB)": Number(row["workspace_bytes"] / 2**20),
+            "Q, K, V (GiB)": Number(row["input_bytes"] / GIB),
+            "output (GiB)": Number(row["output_bytes"] / GIB),
+            "the rest (GiB)": Number(row["extra_bytes"] / GIB),
+            **_why(row, "memory"),
+        }
+        for row in rows.to_dict("records")
+    ]
+    return _sweep_page("Peak memory", rows, table)
+
+
+def _sweep_page(quantity: str, rows: pd.DataFrame, table: list[dict[str, Any]]) -> str:
+    notes = [problem_line(rows)]
+    used = {mark for row in table for mark in row["marks"].split()}
+    notes += [f"{mark}: {meaning}." for mark, meaning in MARKS.items() if mark in used]
+    title = f"{quantity}, sweep {rows['sweep'].iloc[0]}"
+    return table_page(title, notes, table, [row["status"] != OK for row in table])
+
+
+def _why(row: dict[Any, Any], phase: str) -> dict[str, str]:
+    return {"reason": _text(row[f"{phase}_reason"]), "marks": _text(row["marks"])}
+
+
+def _text(value: Any) -> str:
+    return "" if pd.isna(value) else str(value)
+
+
+def environment_page(environment: dict[str, Any]) -> str:
+    """What the run was measured on: every entry of environment.json."""
+    rows = [{"what": name, "value": _spelt(value)} for name, value in _flat(environment)]
+    return table_page("Environment", [], rows)
+
+
+def _flat(values: dict[str, Any], above: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        pairs += _flat(value, f"{above}{name}.") if isinstance(value, dict) else [(f"{above}{name}", value)]
+    return pairs
+
+
+def _spelt(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

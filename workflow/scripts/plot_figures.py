@@ -1,0 +1,29 @@
+"""Draw the figures named by --output: `<sweep>_<quantity>.svg` and `error.svg`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import pandas as pd
+
+from harness.record import write_atomically
+from workflow.figures import error_figure, sweep_figure
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--benchmark", required=True, type=Path)
+parser.add_argument("--correctness", required=True, type=Path)
+parser.add_argument("--output", required=True, type=Path, nargs="+")
+arguments = parser.parse_args()
+
+benchmark = pd.read_csv(arguments.benchmark)
+grid = pd.read_csv(arguments.correctness)
+for path in arguments.output:
+    if path.stem == "error":
+        drawing = error_figure(grid)
+    else:
+        sweep, _, quantity = path.stem.rpartition("_")
+        drawing = sweep_figure(benchmark, grid, sweep, quantity)
+    write_atomically(path, drawing)
