@@ -68,6 +68,11 @@ class GuardedAllocations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._allocated: list[torch.Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise PyTorch imports its compiler on first use, which takes longer than a job's measurements.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -43,6 +43,10 @@ LINEAR_UP_TO = 100  # largest over smallest value up to which a linear axis from
 
 SMALL, NORMAL, LARGE = 7.5, 9.0, 12.0
 LINE_IN = 0.15  # height of a line of small text
+ERROR_SUBTITLE = (
+    "Largest absolute difference from attention computed by PyTorch in the same dtype, over all batches of"
+    " the grid."
+)
 GLYPH_LANE_IN, REASON_LANE_IN = 0.2, 0.36
 STEP_IN = 0.13  # from one mark in a lane to the next
 SETTINGS: Any = {
@@ -458,15 +462,22 @@ def _strip(
 
 def _lane_text(axes: Axes, lane: Lane, y: float, width: float, octaves: float) -> None:
     """The reason, beginning below the lane's first cross if there is room, else ending at the right."""
-    text = lane.text
-    while _width(text, SMALL) > width - 0.1:
-        text = text[:-2].rstrip() + "…"
+    text = _fitting(lane.text, width - 0.1)
     low, high = axes.get_xlim()
     start = math.log2(lane.seq_lens[0] / low) / octaves * width - 0.06
     if start + _width(text, SMALL) < width:
         axes.text(low * 2 ** (start / width * octaves), y, text, size=SMALL, va="center")
     else:
         axes.text(high * 2 ** (-0.05 / width * octaves), y, text, size=SMALL, va="center", ha="right")
+
+
+def _fitting(text: str, width: float) -> str:
+    """The text, cut so that it is no wider than this in small print."""
+    kept = text[: int(width / 0.02)]  # no letter is narrower than 0.02 inches, and reasons can be long
+    while _width(cut := kept if kept == text else kept.rstrip() + "…", SMALL) > width:
+        too_wide = 1 - width / _width(cut, SMALL)
+        kept = kept[: len(kept) - max(1, int(len(kept) * too_wide * 0.8))]
+    return cut
 
 
 def _direct_labels(figure: Figure, axes: Axes, labels: Sequence[Label], width: float) -> None:
@@ -591,7 +602,8 @@ def _error_figure(
     top, below, head = 0.8, 0.5, 0.3
     bottom = 0.4 + LINE_IN * len(notes)
     height = top + sum(head + panel_height + strip + below for strip in strips) + bottom
-    width = max(column * len(dtypes), max(_width(note, SMALL) for note in notes) + 0.3)
+    texts = [*((note, SMALL) for note in notes), (ERROR_SUBTITLE, NORMAL), (row_zero_note(grid), NORMAL)]
+    width = max(column * len(dtypes), *(_width(text, size) + 0.3 for text, size in texts))
     figure = Figure(figsize=(width, height), dpi=72, facecolor="white")
     figure.text(
         0.12 / width,
@@ -604,8 +616,7 @@ def _error_figure(
     figure.text(
         0.12 / width,
         1 - 0.44 / height,
-        "Largest absolute difference from attention computed by PyTorch in the same dtype, over all batches"
-        " of the grid.",
+        ERROR_SUBTITLE,
         color=FAINT,
         va="center",
     )
@@ -790,11 +801,13 @@ _width_cache: dict[tuple[str, float], float] = {}
 
 def _width(text: str, size: float) -> float:
     """Width in inches of a line of text in the figures' font."""
+    if not text.strip():
+        return 0.0
     key = (text, size)
     if key not in _width_cache:
         # A dollar sign would be taken for mathematics.
         path = TextPath((0, 0), text.replace("$", "S"), size=size)
-        _width_cache[key] = float(path.get_extents().width) / 72 if text.strip() else 0.0
+        _width_cache[key] = float(path.get_extents().width) / 72
     return _width_cache[key]
 
 

@@ -35,12 +35,18 @@ def publish(files: Sequence[Path], folder: Path) -> None:
 
 
 def with_included(readme: str, root: Path) -> str:
-    """The README with each included part as its file has it now, headings two levels down.
+    """The README with each included part as its file has it now: a page (its headings two levels down)
+    or a figure.
 
     Raises FileNotFoundError for a part whose file is not there.
     """
 
     def include(match: re.Match[str]) -> str:
+        if match["file"].endswith(".svg"):
+            if not (root / match["file"]).is_file():
+                raise FileNotFoundError(match["file"])
+            title = Path(match["file"]).stem.replace("_", ", ")
+            return f"{match[1]}\n![{title}]({match['file']})\n\n{match[3]}"
         page = (root / match["file"]).read_text(encoding="utf-8")
         body = "\n".join(line for line in page.splitlines() if not line.startswith("# ")).strip()
         return f"{match[1]}\n{re.sub(r'(?m)^## ', '#### ', body)}\n\n{match[3]}"

@@ -134,7 +134,7 @@ def in_short(benchmark: pd.DataFrame, grid: pd.DataFrame) -> list[str]:
         if empty
         else f"All {wanted} latencies and memory peaks that were asked for were measured."
     )
-    marked = int(benchmark["marks"].fillna("").ne("").sum())
+    marked = sum(bool(marks_in(marks)) for marks in benchmark["marks"])
     lines.append(
         f"{marked} of {len(benchmark)} rows carry a mark that limits what they say: see the end."
         if marked
@@ -313,14 +313,17 @@ def reference_share(wrong: pd.DataFrame) -> str:
 
 def comparable(rows: pd.DataFrame, phase: str = "latency") -> pd.DataFrame:
     """Rows with a native number: interpreted ones are compared with nothing."""
-    interpreted = rows["marks"].fillna("").str.split().apply(lambda marks: INTERPRETED in marks)
+    interpreted = rows["marks"].apply(lambda marks: INTERPRETED in marks_in(marks)).astype(bool)
     return rows[(rows[f"{phase}_status"] == OK) & ~interpreted]
+
+
+def marks_in(cell: Any) -> list[str]:
+    return [] if pd.isna(cell) else str(cell).split()
 
 
 def named(row: dict[Any, Any]) -> str:
     """An implementation's name, with those of its marks that put the number itself in doubt."""
-    marks = "" if pd.isna(row["marks"]) else str(row["marks"])
-    doubts = [mark for mark in DOUBTS if mark in marks.split()]
+    doubts = [mark for mark in DOUBTS if mark in marks_in(row["marks"])]
     return table_text(row["implementation"] + (f" ({', '.join(doubts)})" if doubts else ""))
 
 
@@ -613,7 +616,7 @@ def doubts(benchmark: pd.DataFrame, grid: pd.DataFrame) -> list[str]:
 
 def carried(rows: pd.DataFrame, mark: str) -> list[str]:
     """Which implementations carry a mark, and at which lengths."""
-    has = rows["marks"].fillna("").str.split().apply(lambda marks: mark in marks)
+    has = rows["marks"].apply(lambda marks: mark in marks_in(marks)).astype(bool)
     return [
         f"{table_text(name)} at "
         + (

@@ -122,7 +122,7 @@ def test_pytorchs_own_reason_is_given_on_a_gpu():
     assert reason
     assert "sdp_utils" not in reason
     assert "\n" not in reason
-    assert "head" in reason.lower()
+    assert "512" in reason  # PyTorch's words, about this problem
 
 
 def test_the_memory_law_is_inputs_and_output_where_the_backend_is_fused_and_unknown_where_not():

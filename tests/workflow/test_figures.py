@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -24,7 +25,7 @@ def h200() -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def fail(rows: pd.DataFrame, chosen: pd.Series, status: str, reason: str) -> pd.DataFrame:
     """The benchmark with these rows failed, in latency and memory."""
-    changed = rows.astype({name: object for name in ("latency_reason", "memory_reason", "marks")})
+    changed = rows.astype(dict.fromkeys(("latency_reason", "memory_reason", "marks"), object))
     for phase in ("latency", "memory"):
         changed.loc[chosen, [f"{phase}_status", f"{phase}_reason"]] = [status, reason]
     numbers = ["latency_ms", "latency_low_ms", "latency_high_ms", "teraflops_per_second"]
@@ -194,10 +195,21 @@ def test_labels_never_overlap_and_stay_in_order():
     wanted, heights = [1.0, 1.02, 1.01, 3.0, -5.0], [0.2, 0.2, 0.4, 0.2, 0.2]
     centres = spread(wanted, heights, floor=0.0)
     order = sorted(range(5), key=lambda i: wanted[i])
-    for below, above in zip(order, order[1:], strict=False):
+    for below, above in itertools.pairwise(order):
         assert centres[above] - centres[below] >= (heights[above] + heights[below]) / 2 - 1e-9
     assert centres[3] == pytest.approx(3.0)
     assert centres[4] == pytest.approx(0.1)
+
+
+def test_a_very_long_reason_is_cut_to_the_width_of_the_figure():
+    benchmark, grid = h200()
+    long = fail(benchmark, benchmark["implementation"] == "sdpa", "error", "iii llm " * 5000)
+    found = [
+        text for text in texts(sweep_figure(long, grid, "llm", "latency")) if text.startswith("error: iii")
+    ]
+    assert len(found) == 1
+    assert found[0].endswith("…")
+    assert 60 < len(found[0]) < 150
 
 
 def test_an_unknown_quantity_or_sweep_is_an_error():

@@ -7,6 +7,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -246,11 +247,19 @@ def checkout(tmp_path_factory):
     return made
 
 
-def results_of(report: Path) -> dict[str, dict[str, object]]:
-    """The results that Snakemake embedded in its report, by path."""
-    line = next(line for line in report.read_text().splitlines() if line.strip().startswith("var results = "))
-    results: dict[str, dict[str, object]] = json.loads(line.split("=", 1)[1].strip().rstrip(";"))
-    return results
+@pytest.fixture(scope="module")
+def report(checkout):
+    result = checkout.snakemake("report", "--configfile", "config/own.yaml")
+    assert result.returncode == 0, result.stdout
+    return checkout.folder / "report" / "report.html"
+
+
+def embedded(report: Path, name: str) -> dict[str, Any]:
+    """An object that Snakemake wrote into its report's script."""
+    start = f"var {name} = {{"
+    line = next(line.strip() for line in report.read_text().splitlines() if line.strip().startswith(start))
+    value: dict[str, Any] = json.JSONDecoder().raw_decode(line, len(start) - 1)[0]
+    return value
 
 
 class TestTheRealReport:
@@ -265,14 +274,8 @@ class TestTheRealReport:
         assert "| tiny    | unsupported     | 32" in page
         assert "<script" not in page
 
-    @pytest.fixture(scope="class")
-    def report(self, checkout):
-        result = checkout.snakemake("report", "--configfile", "config/own.yaml")
-        assert result.returncode == 0, result.stdout
-        return checkout.folder / "report" / "report.html"
-
     def test_holds_every_figure_and_table_itself(self, checkout, report):
-        results = results_of(report)
+        results = embedded(report, "results")
         assert set(results) == {
             *(f"report/figures/tiny_{quantity}.svg" for quantity in ("latency", "throughput", "memory")),
             *(f"report/tables/{name}.html" for name in ("tiny_latency", "tiny_memory", "environment")),
@@ -286,14 +289,9 @@ class TestTheRealReport:
 
     def test_sorts_them_into_categories_with_captions_and_labels(self, report):
         text = report.read_text()
-        line = next(line for line in text.splitlines() if line.strip().startswith("var categories = "))
-        assert set(json.loads(line.split("=", 1)[1].strip().rstrip(";"))) == {
-            "Correctness",
-            "Latency",
-            "Memory",
-            "Environment",
-        }
-        for result in results_of(report).values():
+        categories = {"Correctness", "Latency", "Memory", "Environment"}
+        assert set(embedded(report, "categories")) == categories
+        for result in embedded(report, "results").values():
             assert len(str(result["caption"])) > 100
             assert "system-message" not in str(result["caption"])  # docutils puts its complaints there
             assert result["labels"]["form"] in ("figure", "table")
@@ -313,7 +311,7 @@ class TestTheRealReport:
     def test_snakemakes_own_option_makes_the_same_report(self, checkout, report):
         result = checkout.snakemake("--configfile", "config/own.yaml", "--report", "any.html")
         assert result.returncode == 0, result.stdout
-        assert set(results_of(checkout.folder / "any.html")) == set(results_of(report))
+        assert set(embedded(checkout.folder / "any.html", "results")) == set(embedded(report, "results"))
 
     def test_draws_nothing_again_for_a_comment_or_a_touch(self, checkout, report):
         for path in ("workflow/figures.py", "workflow/scripts/plot_figures.py", "workflow/story.py"):
