@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,8 +37,9 @@ STREAMS = (0, 1, 2)
 class ForkServer:
     """Starts a server for the jobs of this process, whose address goes into their environment."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, modules: Sequence[str] = ("torch",)) -> None:
         self._root = root
+        self._modules = modules
         self._folder: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -52,7 +55,14 @@ class ForkServer:
         if "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "harness.forkserver", str(listener.fileno()), str(os.getpid())],
+            [
+                sys.executable,
+                "-m",
+                "harness.forkserver",
+                str(listener.fileno()),
+                str(os.getpid()),
+                *self._modules,
+            ],
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -85,18 +95,22 @@ def run_in_fork_server(script: str) -> None:
         return  # the server is gone; the job can do without
     streams = array.array("i", STREAMS)
     message = json.dumps(request).encode() + b"\n"
-    sent = connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-    connection.sendall(message[sent:])
-    answer = connection.makefile().readline()
+    try:
+        sent = connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+        connection.sendall(message[sent:])
+        answer = connection.makefile().readline()
+    except OSError:  # it ended before it had read the request
+        answer = ""
     sys.exit(int(answer) if answer.strip() else "the fork server ended before the job did")
 
 
 # ---- in the server ----
 
 
-def serve(listener: socket.socket) -> NoReturn:
-    """Accept requests and fork jobs, until this process is terminated."""
-    import torch  # noqa: F401 - the point of the server
+def serve(listener: socket.socket, modules: Sequence[str]) -> NoReturn:
+    """Import the modules, then accept requests and fork jobs, until this process is terminated."""
+    for module in modules:
+        importlib.import_module(module)
 
     jobs: dict[int, socket.socket] = {}
     wake_reading, wake_writing = os.pipe()
@@ -124,7 +138,8 @@ def serve(listener: socket.socket) -> NoReturn:
                         connection.sendall(f"{code if code >= 0 else 128 - code}\n".encode())
                     connection.close()
             else:  # the asking script is gone: nobody waits for this job any more
-                selector.unregister(key.fileobj)
+                with contextlib.suppress(KeyError, ValueError):  # both may have ended by now
+                    selector.unregister(key.fileobj)
                 for pid in [pid for pid, connection in jobs.items() if connection is key.fileobj]:
                     os.kill(pid, signal.SIGTERM)
 
@@ -133,6 +148,8 @@ def _accept_job(connection: socket.socket, listener: socket.socket) -> int | Non
     """Fork the job that a connection asks for; its process id, or None if it asks for nothing."""
     message, streams = _receive(connection)
     if not message.endswith(b"\n"):
+        for received in streams:
+            os.close(received)
         connection.close()
         return None
     request = json.loads(message)
@@ -210,4 +227,4 @@ if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]), signal.SIGTERM)
     # A terminal's Ctrl-C is for Snakemake, which then ends its jobs, and so this server's.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[3:])

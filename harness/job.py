@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from harness.clocks import Clock
 from harness.device import Device, open_device, pin_to_gpu
 from harness.environment import (
     EnvironmentFault,
@@ -24,7 +25,7 @@ from harness.environment import (
 from harness.lock import device_lock
 from harness.monitor import GpuMonitor, Monitor, NoMonitor
 from harness.plugin import Kernel, interpret_triton, load_kernel
-from harness.record import ERROR, Record
+from harness.record import ERROR, OK, Record
 from harness.supervisor import Outcome, Verdict, Work, supervise, supervise_side_by_side
 
 Task = TypeVar("Task")
@@ -43,8 +44,9 @@ class Supervision:
     """Holds a job's device while its tasks run in supervised children, and makes its record.
 
     Used in a `with`. A job that is not `timed` shares the CPU with others of its kind; a GPU is never
-    shared. Waiting for the device is not part of the time limit, which holds for each `run`. On a
-    machine without the GPU that the spec asks for every task is an error that says so.
+    shared, and where the spec says `lock_sm_clock_mhz` its clock is locked meanwhile. Waiting for the
+    device is not part of the time limit, which holds for each `run`. On a machine without the GPU that
+    the spec asks for every task is an error that says so.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Supervision:
         self._timed = timed
         self._lock = ExitStack()
         self._uuid: str | None = None
+        self._clock: Clock | None = None
         self._fault: str | None = None
         self._account: dict[str, Any] = {}
         self._began = 0.0
@@ -76,6 +79,8 @@ class Supervision:
             return self
         shared = not self._timed and self._uuid is None
         self._lock.enter_context(device_lock(self._uuid or "cpu", shared=shared, waiting=_say))
+        if self._uuid is not None:
+            self._clock = self._lock.enter_context(Clock(self._uuid, self._spec.get("lock_sm_clock_mhz")))
         self._began, self._started_at = time.monotonic(), datetime.now(UTC)
         return self
 
@@ -109,7 +114,12 @@ class Supervision:
         )
 
     def record(self, **fields: Any) -> Record:
-        """The job's record with these fields, its circumstances and its duration."""
+        """The job's record: these fields, what there is to say of the clock, circumstances and duration."""
+        if self._clock is not None:
+            values, marks = self._clock.account(fields.get("values", {}))
+            fields["values"] = {**fields.get("values", {}), **values}
+            if fields["status"] == OK:
+                fields["marks"] = [*fields.get("marks", []), *marks]
         return Record(
             phase=self._spec["phase"],
             spec=self._spec,

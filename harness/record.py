@@ -34,6 +34,8 @@ MARKS = {
     "stale": "measured from another spec (code, configuration or environment) than today's",
     "not_steady": "the warm-up ended at its limit before successive series agreed",
     "throttled": "the GPU reported a throttle reason while samples were taken",
+    "clock_not_locked": "the SM clock was to be locked and was not; the record says why",
+    "clock_left_locked": "a clock lock that an earlier job left behind could not be undone",
     "launch_bound": "the host takes longer to launch a call than the device takes to run it",
 }
 

@@ -159,6 +159,7 @@ class Plan:
             problem=self._problem(sweep, seq_len),
             tuning=self.config["tuning"],
             tolerance=self.config["correctness"]["tolerances"][settings["dtype"]],
+            **self._clock_lock(),
         )
         del spec["implementation"]["name"]
         path = f"{self.folder}/{TUNING}/{sweep}/{tuned_name}/{seq_len}.json"
@@ -207,11 +208,18 @@ class Plan:
         if phase == TIMING:
             timing = dict(self.config["timing"])
             extra["processes"] = timing.pop("processes")
+            del timing["lock_sm_clock_mhz"]
             extra["timing"] = timing
+            extra |= self._clock_lock()
             extra["tolerance"] = self.config["correctness"]["tolerances"][settings["dtype"]]
         spec = self._spec(phase, implementation, **extra)
         path = f"{self.folder}/{phase}/{sweep}/{implementation}/{seq_len}.json"
         return Job(phase, sweep, implementation, seq_len, path, spec)
+
+    def _clock_lock(self) -> dict[str, Any]:
+        """What the spec of a job that is timed says of the GPU's clock: nothing where it is left alone."""
+        mhz = self.config["timing"]["lock_sm_clock_mhz"]
+        return {"lock_sm_clock_mhz": mhz} if mhz is not None and self.device == "cuda" else {}
 
     def _spec(self, phase: str, implementation: str, **extra: Any) -> dict[str, Any]:
         settings = self.config["implementations"][implementation]

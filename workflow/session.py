@@ -9,11 +9,31 @@ from pathlib import Path
 from harness.lock import hold_checkout
 
 INSIDE_VARIABLE = "ATTENTION_BENCH_RUN"
+# What a command line asks for, by the names of Snakemake's options, that runs no job.
+LOOKS = (
+    *("dryrun", "lint", "list_rules", "list_target_rules", "dag", "rulegraph", "filegraph", "d3dag"),
+    *("summary", "detailed_summary", "list_changes", "list_input_changes", "list_params_changes"),
+    *("list_untracked", "print_compilation", "unlock", "report"),
+)
 
 
 def use_this_python() -> None:
     """Have jobs run with the Python that runs Snakemake, whether or not its environment is activated."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+def only_looks(arguments: list[str]) -> bool:
+    """Whether a command line of Snakemake looks at the workflow (-n, --lint, --report) and runs nothing.
+
+    While a Snakefile is read, Snakemake itself cannot say yet.
+    """
+    from snakemake.cli import get_argument_parser
+
+    try:
+        parsed, _ = get_argument_parser().parse_known_args(arguments)
+    except SystemExit:  # not Snakemake's command line: it was started from a program
+        return False
+    return not parsed.report_after_run and any(getattr(parsed, look, None) for look in LOOKS)
 
 
 def begin_run(folder: Path) -> None:

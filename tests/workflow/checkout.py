@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,6 +74,52 @@ class Checkout:
             jobs[words[0]] = int(words[1])
         jobs.pop("total", None)
         return jobs
+
+    def measurements_planned(self, *arguments: str, **variables: str) -> set[str]:
+        """What a dry run would measure, in the words of the rules' messages; `tables` if it makes them."""
+        output = self.snakemake("-n", *arguments, **variables)
+        assert output.returncode == 0, output.stdout
+        messages = {
+            line.split(": ", 1)[1] for line in output.stdout.splitlines() if re.match(r"Job \d+: ", line)
+        }
+        measuring = {
+            message for message in messages if re.match("(check|tune|time|measure memory of) ", message)
+        }
+        return measuring | ({"tables"} if "gather the records" in messages else set())
+
+    def start(self, output: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        """Start Snakemake in a process group of its own, with what it prints going to a file."""
+        with output.open("w") as stream:
+            return subprocess.Popen(
+                self.command(*arguments),
+                cwd=self.folder,
+                env=self.environment(**variables),
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    def processes(self) -> dict[int, str]:
+        """The command lines of all processes that run in this folder or were started for it."""
+        found = {}
+        for process in Path("/proc").iterdir():
+            if process.name.isdigit():
+                with contextlib.suppress(OSError):
+                    state = (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                    here = os.readlink(process / "cwd") == str(self.folder)
+                    started_for_it = str(self.folder).encode() in (process / "environ").read_bytes()
+                    if state not in "ZX" and (here or started_for_it):
+                        found[int(process.name)] = (process / "cmdline").read_bytes().decode()
+        return found
+
+    def history(self) -> dict[str, list[dict[str, Any]]]:
+        """All measurements ever made, oldest first, by `phase/[sweep/]implementation/seq_len`."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for path in sorted((self.folder / "results" / "history").rglob("*.json")):
+            job = "/".join(path.relative_to(self.folder / "results" / "history").parts[1:-1])
+            found.setdefault(job, []).append(json.loads(path.read_text()))
+        return found
 
     def records(self, phase: str) -> dict[str, dict[str, Any]]:
         """The records of a phase by `[sweep/]implementation/seq_len`."""

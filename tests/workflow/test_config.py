@@ -50,12 +50,13 @@ KERNELS = {
 KERNEL_LIST = "demanding, naive, sdpa, triton_flash"
 
 NAME = "a name of at most 40 lower-case letters, digits and underscores that begins with a letter"
+CLOCK = "an integer from 100 to 10000, or null"
 COUNTS_OR_NONE = "a list, without duplicates, each an integer of at least 1"
 BOOLEAN = "a boolean (YAML reads yes, no, on and off as booleans)"
 NULL = "null (nothing is written below the key)"
 NUMBER_AS_TEXT = "text (--config gives what is in a list or a mapping as text)"
 TOP_KEYS = "device, time_limit_s, implementations, correctness, timing, tuning, sweeps"
-TIMING_KEYS = "processes, samples, samples_interpreted, warm_up_min_s, warm_up_max_s"
+TIMING_KEYS = "processes, samples, samples_interpreted, warm_up_min_s, warm_up_max_s, lock_sm_clock_mhz"
 SWEEP_KEYS = "batch, heads, kv_heads, head_dim, causal, dtype, seq_lens, measure, implementations"
 
 
@@ -334,6 +335,26 @@ BAD = {
     "warm-up ends before it may": (
         changed(("timing", "warm_up_max_s", 0.2)),
         ["timing.warm_up_max_s = 0.2: must be at least timing.warm_up_min_s = 0.3"],
+    ),
+    "clock with a decimal point": (
+        changed(("timing", "lock_sm_clock_mhz", 1500.5)),
+        [f"timing.lock_sm_clock_mhz = 1500.5: must be {CLOCK}, not a number with a decimal point"],
+    ),
+    "clock as text": (
+        changed(("timing", "lock_sm_clock_mhz", "1500")),
+        [f'timing.lock_sm_clock_mhz = "1500": must be {CLOCK}, not {NUMBER_AS_TEXT}'],
+    ),
+    "clock switched off by a boolean": (
+        changed(("timing", "lock_sm_clock_mhz", False)),
+        [f"timing.lock_sm_clock_mhz = false: must be {CLOCK}, not {BOOLEAN}"],
+    ),
+    "clock too low": (
+        changed(("timing", "lock_sm_clock_mhz", 0)),
+        ["timing.lock_sm_clock_mhz = 0: must be at least 100"],
+    ),
+    "clock in kHz": (
+        changed(("timing", "lock_sm_clock_mhz", 1500000)),
+        ["timing.lock_sm_clock_mhz = 1500000: must be at most 10000"],
     ),
     "sweeps null": (
         changed(("sweeps", None)),

@@ -37,7 +37,7 @@ def test_a_part_whose_file_is_missing_is_an_error(tmp_path):
         "<!-- included from gone.svg by `snakemake publish`; do not edit -->\n"
         "<!-- end of what is included -->\n"
     )
-    with pytest.raises(FileNotFoundError, match="gone.svg"):
+    with pytest.raises(FileNotFoundError, match=r"gone\.svg"):
         with_included(readme, tmp_path)
 
 

@@ -1,14 +1,15 @@
 """What the rules share: the checked configuration, the plan of the run, and the GPU's limit."""
 
-from harness.environment import choose_device, environment_key
 import math
 
+from harness.clocks import undo_leftover_if_free
 from harness.digest import source_digest
+from harness.environment import choose_device, environment_key, find_gpu
 from harness.forkserver import ForkServer
 from harness.record import canonical_json, spec_digest
 from workflow.config import ConfigError, load_config
-from workflow.session import begin_run, notes_are_lost
 from workflow.plan import CORRECTNESS, MEMORY, SCRIPTS, TIMING, TUNING, Plan
+from workflow.session import begin_run, notes_are_lost, only_looks
 from workflow.tables import stale_records
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -28,12 +29,16 @@ except ConfigError as fault:
     sys.exit(str(fault))
 
 # A look (-n, --lint) disturbs nobody.
-A_RUN = workflow.is_main_process and not workflow.dryrun
+A_RUN = workflow.is_main_process and not only_looks(sys.argv[1:])
 if A_RUN:
     begin_run(Path.cwd())
 
 DEVICE = choose_device(CONFIG["device"])
 PLAN = Plan(CONFIG, DEVICE, environment_key(DEVICE), ROOT)
+
+# A job that was killed may have left the GPU's clock locked; this run may have no job that would see it.
+if A_RUN and DEVICE == "cuda" and (gpu := find_gpu()):
+    undo_leftover_if_free(gpu.uuid)
 
 # Snakemake compares specs by its own notes; where those are lost, it would leave everything as it is.
 if workflow.is_main_process and notes_are_lost(Path.cwd()):
@@ -53,7 +58,8 @@ TIME_LIMIT_S = math.ceil(CONFIG["time_limit_s"])
 GPUS_FOR_A_CHECK = 1 if DEVICE == "cuda" else 0
 
 # Torch is imported once for all jobs of a run; `onstart` starts the server, on this machine only.
-FORK_SERVER = ForkServer(ROOT)
+# (Where Triton is to interpret its kernels it must be told so before it is imported: not here.)
+FORK_SERVER = ForkServer(ROOT, ["torch", "triton"] if DEVICE == "cuda" else ["torch"])
 
 
 onstart:

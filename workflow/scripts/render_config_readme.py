@@ -54,7 +54,7 @@ def _keys(schema: Schema, root: Schema, above: str = "") -> Iterator[tuple[str, 
 def _default(schema: Schema, required: bool) -> str:
     if "x-default" in schema:
         return str(schema["x-default"])
-    if schema.get("default") not in (None, {}):
+    if schema.get("default", {}) != {}:
         return f"`{_flow(schema['default'])}`"
     return "required" if required else ""
 
