@@ -36,7 +36,7 @@ SHAPES = ("o", "s", "^", "D", "v", "P", "h", "<", ">")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (1.2, 1.2)))
 INK, FAINT, RULE = "#222222", "#666666", "#dddddd"
 # Marks that say something about time only; on a figure of memory they would mislead.
-MARKS_OF_TIME = ("launch_bound", "not_steady", "throttled")
+MARKS_OF_TIME = ("launch_bound", "not_steady", "throttled", "clock_not_locked", "clock_left_locked")
 # Shown by a hollow marker and in the label, so it needs no lane.
 INTERPRETED = "interpreted"
 LINEAR_UP_TO = 100  # largest over smallest value up to which a linear axis from 0 shows both

@@ -44,6 +44,8 @@ TIMING_COLUMNS = (
     "temperature_c_max",
     "power_w_max",
     "throttle_reasons",
+    "locked_sm_clock_mhz",
+    "clock_lock_reason",
 )
 MEMORY_COLUMNS = (
     "peak_memory_bytes",

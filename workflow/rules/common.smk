@@ -40,18 +40,12 @@ PLAN = Plan(CONFIG, DEVICE, environment_key(DEVICE), ROOT)
 if A_RUN and DEVICE == "cuda" and (gpu := find_gpu()):
     undo_leftover_if_free(gpu.uuid)
 
-# Snakemake compares specs by its own notes; where those are lost, it would leave everything as it is.
-if workflow.is_main_process and notes_are_lost(Path.cwd()):
-    if stale := stale_records(PLAN, Path.cwd()):
-        print(
-            f".snakemake is lost: {len(stale)} records of another spec are to be measured again",
-            file=sys.stderr,
-        )
-    if A_RUN:
-        for path in stale:
-            Path(
-                path
-            ).unlink()  # as Snakemake does before it measures again; the history has it
+# Snakemake compares specs by its own notes in .snakemake/; where those are lost, the records tell theirs.
+STALE = (
+    stale_records(PLAN, Path.cwd())
+    if workflow.is_main_process and notes_are_lost(Path.cwd())
+    else []
+)
 
 TIME_LIMIT_S = math.ceil(CONFIG["time_limit_s"])
 # Timed jobs take this many of the resource; checks may share a CPU, but never a GPU.
@@ -119,7 +113,13 @@ def tuned_options(wildcards):
     return [] if winner is None else winner
 
 
+def measure_stale_again():
+    """Have the stale records measured again that the targets ask for; from an input function, not earlier."""
+    workflow.dag.forcefiles.update(STALE)
+
+
 def tuned_kernel_source(wildcards):
+    measure_stale_again()
     return f"{ROOT}/kernels/{wildcards.tuned.split('-')[0]}.py"
 
 
@@ -129,6 +129,7 @@ def records(*phases):
 
 
 def kernel_source(wildcards):
+    measure_stale_again()
     return f"{ROOT}/kernels/{CONFIG['implementations'][wildcards.implementation]['kernel']}.py"
 
 
