@@ -231,7 +231,8 @@ parse = job_arguments
 def job_arguments(description):
     arguments = parse(description)
     from harness.record import Record, write_atomically
-    write_atomically(arguments.output, json.dumps(vars(Record(arguments.spec["phase"], arguments.spec, "ok"))))
+    record = Record(arguments.spec["phase"], arguments.spec, "ok")
+    write_atomically(arguments.output, json.dumps(vars(record)))
     if arguments.winner:
         write_atomically(arguments.winner, '{"options":{}}')
     raise SystemExit
