@@ -45,9 +45,3 @@ def begin_run(folder: Path) -> None:
         return
     hold_checkout(folder, lambda sentence: print(sentence, file=sys.stderr, flush=True))
     os.environ[INSIDE_VARIABLE] = str(os.getpid())
-
-
-def notes_are_lost(folder: Path) -> bool:
-    """Whether Snakemake has no notes on any file here, as in a new checkout or without its `.snakemake/`."""
-    notes = folder / ".snakemake" / "metadata"
-    return not notes.is_dir() or not any(notes.iterdir())

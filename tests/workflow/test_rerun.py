@@ -426,6 +426,11 @@ class TestALostSnakemakeFolder:
             rows = [line for line in lost.table().splitlines() if re.match(r"\| 3[23] ", line)]
             assert ["stale" in row for row in rows] == ["naive" in row for row in rows]
 
+            # One length first: the notes that this leaves are not those of the other lengths.
+            assert lost.snakemake("seq_len_33").returncode == 0
+            assert lost.measurements_planned() == checks("naive") | timings("naive", lengths=(32,)) | (
+                memories("naive", lengths=(32,)) | TABLES
+            )
             result = lost.snakemake("report/benchmark.md")
             assert result.returncode == 0, result.stdout
             assert not lost.csv("benchmark")["marks"].fillna("").str.contains("stale").any()

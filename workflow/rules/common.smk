@@ -9,7 +9,7 @@ from harness.forkserver import ForkServer
 from harness.record import canonical_json, spec_digest
 from workflow.config import ConfigError, load_config
 from workflow.plan import CORRECTNESS, MEMORY, SCRIPTS, TIMING, TUNING, Plan
-from workflow.session import begin_run, notes_are_lost, only_looks
+from workflow.session import begin_run, only_looks
 from workflow.tables import stale_records
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -40,12 +40,8 @@ PLAN = Plan(CONFIG, DEVICE, environment_key(DEVICE), ROOT)
 if A_RUN and DEVICE == "cuda" and (gpu := find_gpu()):
     undo_leftover_if_free(gpu.uuid)
 
-# Snakemake compares specs by its own notes in .snakemake/; where those are lost, the records tell theirs.
-STALE = (
-    stale_records(PLAN, Path.cwd())
-    if workflow.is_main_process and notes_are_lost(Path.cwd())
-    else []
-)
+# Snakemake compares specs by its own notes in .snakemake/, which may be lost; the records tell theirs.
+STALE = stale_records(PLAN, Path.cwd()) if workflow.is_main_process else []
 
 TIME_LIMIT_S = math.ceil(CONFIG["time_limit_s"])
 # Timed jobs take this many of the resource; checks may share a CPU, but never a GPU.
