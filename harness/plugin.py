@@ -86,10 +86,23 @@ class Kernel:
         """Whether this kernel runs in Triton's interpreter instead of as compiled code."""
         return any(
             type(member).__name__ == "InterpretedFunction"
-            for name, module in list(sys.modules.items())
-            if name.split(".")[0] == self.module.__name__.split(".")[0] and module is not None
+            for module in self._own_modules()
             for member in list(vars(module).values())
         )
+
+    def _own_modules(self) -> list[ModuleType]:
+        """The kernel's module and those of its package that it uses, directly or through others."""
+        package = self.module.__name__.split(".")[0]
+        found = [self.module]
+        for module in found:
+            for member in list(vars(module).values()):
+                name = (
+                    member.__name__ if isinstance(member, ModuleType) else getattr(member, "__module__", "")
+                )
+                used = sys.modules.get(name) if isinstance(name, str) else None
+                if used is not None and name.split(".")[0] == package and used not in found:
+                    found.append(used)
+        return found
 
 
 def interpret_triton() -> None:

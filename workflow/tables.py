@@ -119,7 +119,8 @@ def stale_records(plan: Plan, root: Path) -> list[str]:
     for job in plan.jobs():
         if (root / job.path).exists():
             record = load_measurement(plan, job, root) if job.phase in (TIMING, MEMORY) else load(job, root)
-            if "stale" in record.marks or not record.started_at:  # an unreadable one has no start
+            unreadable = record.status == ERROR and not record.started_at  # what `load` makes of it
+            if "stale" in record.marks or unreadable:
                 stale.append(job.path)
     return stale
 

@@ -132,3 +132,19 @@ def test_a_kernel_that_triton_interprets_is_known_though_its_jit_function_lies_e
     (package / "parts.py").write_text("import triton\n\n@triton.jit\ndef part(x):\n    return x\n")
     (package / "jitted.py").write_text("from some_kernels import parts\ndef attention(): pass\n")
     assert python(TELL_WHICH_ARE_INTERPRETED, str(tmp_path)).split() == ["False", "True"]
+
+
+def test_another_kernel_that_is_interpreted_does_not_make_this_one_so(tmp_path, monkeypatch):
+    package = tmp_path / "sorts"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    # A stand-in of the name that Triton gives what it interprets: triton is not imported in this process.
+    (package / "tools.py").write_text("class InterpretedFunction: pass\n\ndouble = InterpretedFunction()\n")
+    (package / "plain.py").write_text("def attention(q, k, v, *, causal, scale=None): return q\n")
+    (package / "jitted.py").write_text(
+        "from sorts.tools import double\n\n\ndef attention(q, k, v, *, causal, scale=None): return q\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    jitted = load_kernel("jitted", {}, package="sorts")
+    assert jitted.interpreted
+    assert not load_kernel("plain", {}, package="sorts").interpreted
