@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from harness.environment import (
 )
 from harness.lock import device_lock
 from harness.monitor import GpuMonitor, Monitor, NoMonitor
+from harness.neighbours import Neighbours
 from harness.plugin import Kernel, interpret_triton, load_kernel
 from harness.record import ERROR, OK, Record
 from harness.supervisor import Outcome, Verdict, Work, supervise, supervise_side_by_side
@@ -31,13 +33,17 @@ from harness.supervisor import Outcome, Verdict, Work, supervise, supervise_side
 Task = TypeVar("Task")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bench:
     """What a child works with: the opened device, the loaded kernel, and a monitor for the samples."""
 
     device: Device
-    kernel: Kernel
     watch: Callable[[], Monitor]
+    load: Callable[[], Kernel]
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        return self.load()
 
 
 class Supervision:
@@ -61,7 +67,8 @@ class Supervision:
         self._spec = spec
         self._root = root
         self._time_limit_s = time_limit_s
-        self._options = spec["implementation"]["options"] if options is None else options
+        # A job that measures the machine has no kernel.
+        self._options = spec.get("implementation", {}).get("options", {}) if options is None else options
         self._timed = timed
         self._lock = ExitStack()
         self._uuid: str | None = None
@@ -140,15 +147,24 @@ class Supervision:
         found = environment_key(spec["device"])
         if found != spec["environment"]:
             raise Verdict(ERROR, f"the job is for environment {spec['environment']}, this machine is {found}")
+        watch: Callable[[], Monitor] = NoMonitor
         if uuid is None:
             interpret_triton()
             use_every_cpu_thread()
+            device = open_device("cpu")
         else:
             pin_to_gpu(uuid)
-        device = open_device(spec["device"])
-        kernel = self._load_kernel()
-        watch: Callable[[], Monitor] = NoMonitor if uuid is None else lambda: GpuMonitor(uuid)
-        return Bench(device, kernel, watch), describe(spec["device"], self._root)
+            neighbours = Neighbours(uuid)
+            device = open_device("cuda")
+            neighbours.opened()
+
+            def watch() -> Monitor:
+                return GpuMonitor(uuid, neighbours)
+
+        bench = Bench(device, watch, self._load_kernel)
+        if "implementation" in spec:
+            assert bench.kernel  # loaded here: a fault of its source is one of the start
+        return bench, describe(spec["device"], self._root)
 
 
 def _say(sentence: str) -> None:

@@ -9,7 +9,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
+from harness.neighbours import Neighbours
+
 INTERVAL_S = 0.002
+# Every so many readings, a look at who else has the GPU open; it takes longer than a reading.
+READINGS_A_LOOK = 50
 # NVML's clock event reasons; those that say that the clock is held below what was asked for.
 THROTTLE_REASONS = {
     0x0000000000000004: "power cap",
@@ -50,8 +54,10 @@ class NoMonitor:
 class GpuMonitor:
     """Polls NVML in a thread; a reading takes about 20 us, and moved no median when it was tried."""
 
-    def __init__(self, uuid: str) -> None:
+    def __init__(self, uuid: str, neighbours: Neighbours | None = None) -> None:
         import pynvml
+
+        self._neighbours = neighbours
 
         self._nvml: Any = pynvml
         pynvml.nvmlInit()
@@ -72,11 +78,17 @@ class GpuMonitor:
         self._stop.set()
         self._thread.join()
         self._read()
+        if self._neighbours is not None:
+            self._neighbours.look()
         self._nvml.nvmlShutdown()
 
     def _poll(self) -> None:
+        readings = 0
         while not self._stop.is_set():
             self._read()
+            if self._neighbours is not None and readings % READINGS_A_LOOK == 0:
+                self._neighbours.look()
+            readings += 1
             time.sleep(INTERVAL_S)
 
     def _read(self) -> None:
@@ -99,4 +111,6 @@ class GpuMonitor:
             result[f"{name}_max"] = max(values, default=None)
         reasons = [text for bit, text in THROTTLE_REASONS.items() if self._reasons & bit]
         result["throttle_reasons"] = ", ".join(reasons)
+        if self._neighbours is not None:
+            result["other_processes"] = self._neighbours.summary()
         return result

@@ -69,3 +69,59 @@ def median_interval_ranks(count: int, confidence: float) -> tuple[int, int, floa
             break
         best = (rank, count - 1 - rank, coverage)
     return best
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """How many samples lie beyond Tukey's fences: 1.5 (mild) or 3 (severe) interquartile ranges out.
+
+    They are counted and stay in every statistic. (J. W. Tukey, Exploratory Data Analysis, section 2D.)
+    """
+
+    mild: int
+    severe: int
+
+
+def count_outliers(samples: Sequence[float]) -> Outliers:
+    """Classify samples by Tukey's fences; the counts do not overlap."""
+    ordered = sorted(samples)
+    lower, upper = percentile(ordered, 0.25), percentile(ordered, 0.75)
+
+    def beyond(ranges: float) -> int:
+        fence = ranges * (upper - lower)
+        return sum(sample < lower - fence or sample > upper + fence for sample in ordered)
+
+    severe = beyond(3.0)
+    return Outliers(mild=beyond(1.5) - severe, severe=severe)
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Whether samples rise or fall in the order they were taken.
+
+    `z` is Kendall's statistic in standard deviations under no trend, and `change` the median of the last
+    third over that of the first, less one.
+    """
+
+    z: float
+    change: float
+
+
+def trend(samples: Sequence[float]) -> Trend:
+    """Mann and Kendall's trend test, ties counted; `z` is 0 where all samples are equal.
+
+    (M. G. Kendall, Rank Correlation Methods, chapter 4, for the variance with ties.)
+    """
+    count = len(samples)
+    score = sum(
+        (later > earlier) - (later < earlier)
+        for index, earlier in enumerate(samples)
+        for later in samples[index + 1 :]
+    )
+    ties = [sum(sample == value for sample in samples) for value in set(samples)]
+    variance = (
+        count * (count - 1) * (2 * count + 5) - sum(tie * (tie - 1) * (2 * tie + 5) for tie in ties)
+    ) / 18
+    third = max(1, count // 3)
+    first, last = percentile(sorted(samples[:third]), 0.5), percentile(sorted(samples[-third:]), 0.5)
+    return Trend(score / math.sqrt(variance) if variance > 0 else 0.0, last / first - 1)
