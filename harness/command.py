@@ -22,8 +22,11 @@ class JobArguments:
     winner: Path | None
 
 
-def job_arguments(description: str | None) -> JobArguments:
-    """Parse sys.argv; the spec may be given as JSON, or as the path of a record that holds one."""
+def job_arguments(description: str | None, *, of_a_kernel: bool = True) -> JobArguments:
+    """Parse sys.argv; the spec may be given as JSON, or as the path of a record that holds one.
+
+    A job that measures the machine, and is not `of_a_kernel`, has no options.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--spec", required=True, help="the job as JSON, or a record whose spec to repeat")
     parser.add_argument("--output", required=True, type=Path, help="where to write the record")
@@ -37,7 +40,7 @@ def job_arguments(description: str | None) -> JobArguments:
         parser.error(f"--output: {fault}")
     spec = _spec(parser, arguments.spec)
     try:
-        options = dict(spec["implementation"]["options"])
+        options = dict(spec["implementation"]["options"]) if of_a_kernel else {}
     except (KeyError, TypeError):
         parser.error("--spec: it names no implementation with options")
     for path in arguments.tuned or []:

@@ -15,7 +15,7 @@ from harness.problem import MANTISSA_BITS, SMALLEST_NORMAL_EXPONENT, Problem
 from harness.record import ERROR, OK, OUT_OF_MEMORY, TIMEOUT, UNSUPPORTED, WRONG
 from harness.reference import reference_fp64, reference_same_dtype
 from harness.supervisor import Outcome, Verdict
-from harness.tensors import GuardedAllocations, first_location, guards_touched, location, make_inputs
+from harness.tensors import GuardedAllocations, fill, first_location, guards_touched, location, make_inputs
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,19 @@ class Judge:
         self.problem = problem
         self.tolerance = tolerance
         self.inputs = inputs
+        self._learn()
+
+    def renew(self, seed: int) -> None:
+        """Put other values into the same input buffers, and learn what is right for them.
+
+        A kernel that returns what it computed before, or is right only the first times, is then found.
+        """
+        del self._copies, self._exact, self._same_dtype  # long cells have no room for both
+        fill(*self.inputs, seed=seed)
+        self._learn()
+
+    def _learn(self) -> None:
+        inputs, problem = self.inputs, self.problem
         self._copies = tuple(tensor.clone() for tensor in inputs)
         self._exact = reference_fp64(*inputs, problem)
         self._same_dtype = reference_same_dtype(*inputs, problem)

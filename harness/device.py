@@ -68,6 +68,7 @@ class Device(Protocol):
     timer: str
     # Successive warm-up series whose medians agree this well count as steady.
     steady_tolerance: float
+    trend_tolerance: float
     cache_bytes: int
 
     def target(self) -> Target: ...
@@ -115,6 +116,7 @@ class CudaDevice:
     kind = "cuda"
     timer = "cuda_event"
     steady_tolerance = 0.03
+    trend_tolerance = 0.02
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -309,6 +311,7 @@ class CpuDevice:
     kind = "cpu"
     timer = "perf_counter"
     steady_tolerance = 0.1
+    trend_tolerance = 0.1
 
     def __init__(self) -> None:
         self.cache_bytes = _last_level_cache_bytes()

@@ -32,11 +32,16 @@ MARKS = {
     "grid_failed": "this implementation failed cells of the correctness grid",
     "grid_incomplete": "the correctness grid of this implementation has cells that were not judged",
     "stale": "measured from another spec (code, configuration or environment) than today's",
-    "not_steady": "the warm-up ended at its limit before successive series agreed",
+    "one_process": "all samples come from one process, so the interval does not tell what another would give",
+    "not_steady": "the warm-up ended before successive series agreed, or the samples rise or fall in time",
     "throttled": "the GPU reported a throttle reason while samples were taken",
+    "clock_moved": "the SM clock, metered beside each sample, moved by more than 5 %: compare cycles",
+    "gpu_shared": "another process had the GPU open before, during or after the samples",
     "clock_not_locked": "the SM clock was to be locked and was not; the record says why",
     "clock_left_locked": "a clock lock that an earlier job left behind could not be undone",
     "launch_bound": "the host takes longer to launch a call than the device takes to run it",
+    "timers_disagree": "torch.profiler, the second timer, says otherwise by more than 10 % and 5 us",
+    "flush_unproven": "the controls of this run did not show that the cache was cold and clean",
 }
 
 

@@ -22,7 +22,6 @@ def make_inputs(
 
     A kernel that reads past the end of a tensor and lets what it read into a result gives NaN.
     """
-    generator = torch.Generator(device=device).manual_seed(problem.seed)
     query_shape = (problem.batch, problem.heads, problem.seq_len_q, problem.head_dim)
     key_shape = (problem.batch, problem.kv_heads, problem.seq_len_k, problem.head_dim)
     tensors = []
@@ -32,10 +31,17 @@ def make_inputs(
             tensor = _guarded(shape, dtype, torch.device(device))
         else:
             tensor = torch.empty(shape, dtype=dtype, device=device)
-        tensor.normal_(generator=generator)
         tensors.append(tensor)
     q, k, v = tensors
+    fill(q, k, v, seed=problem.seed)
     return q, k, v
+
+
+def fill(*tensors: torch.Tensor, seed: int) -> None:
+    """Write standard normal values into the tensors, one after the other, the same for the same seed."""
+    generator = torch.Generator(device=tensors[0].device).manual_seed(seed)
+    for tensor in tensors:
+        tensor.normal_(generator=generator)
 
 
 def _guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -21,11 +21,13 @@ CORRECTNESS = "correctness"
 TUNING = "tuning"
 TIMING = "timing"
 MEMORY = "memory"
+ROOFLINE = "roofline"
 SCRIPTS = {
     CORRECTNESS: "workflow/scripts/check_correctness.py",
     TUNING: "workflow/scripts/tune.py",
     TIMING: "workflow/scripts/measure_timing.py",
     MEMORY: "workflow/scripts/measure_memory.py",
+    ROOFLINE: "workflow/scripts/measure_roofline.py",
 }
 
 
@@ -34,13 +36,14 @@ class Job:
     """One measuring job; `sweep` is None for the correctness grid.
 
     `implementation` is the implementation's name; for a tuning job, which all implementations of the
-    same kernel and options share, it is the name of that pair.
+    same kernel and options share, it is the name of that pair. The job that measures the machine has
+    neither, and no seq_len.
     """
 
     phase: str
     sweep: str | None
     implementation: str
-    seq_len: int
+    seq_len: int | None
     path: str
     spec: dict[str, Any]
 
@@ -106,9 +109,7 @@ class Plan:
 
     def jobs(self) -> list[Job]:
         """Every job of the run that makes a record."""
-        jobs = [
-            self.grid_job(name, n) for name in self.config["implementations"] for n in self.grid_seq_lens()
-        ]
+        jobs = [self.grid_job(name, n) for name in self.checked() for n in self.grid_seq_lens()]
         tuned = {
             (sweep, self.tuned_name(implementation), seq_len): None
             for sweep, seq_len, implementation in self.cells()
@@ -121,6 +122,8 @@ class Plan:
                 for sweep, seq_len, implementation in self.cells()
                 if self.measures(sweep, phase)
             ]
+        if any(job.phase == TIMING for job in jobs):
+            jobs.append(self.roofline_job())
         return jobs
 
     def tunes(self, implementation: str) -> bool:
@@ -149,9 +152,7 @@ class Plan:
         return f"{self.folder}/{TUNING}/{sweep}/{self.tuned_name(implementation)}/{seq_len}.winner.json"
 
     def tuning_job(self, sweep: str, tuned_name: str, seq_len: int) -> Job:
-        implementation = next(
-            name for name in self.config["implementations"] if self.tuned_name(name) == tuned_name
-        )
+        implementation = next(name for name in self.checked() if self.tuned_name(name) == tuned_name)
         settings = self.config["sweeps"][sweep]
         spec = self._spec(
             TUNING,
@@ -164,6 +165,19 @@ class Plan:
         del spec["implementation"]["name"]
         path = f"{self.folder}/{TUNING}/{sweep}/{tuned_name}/{seq_len}.json"
         return Job(TUNING, sweep, tuned_name, seq_len, path, spec)
+
+    def twin_of(self, implementation: str) -> str:
+        """The first implementation with the same kernel and options, which may be this one.
+
+        Two names of one thing are an A/A test. They are checked once, under the first name.
+        """
+        name = self.tuned_name(implementation)
+        names: list[str] = list(self.config["implementations"])
+        return next(other for other in names if self.tuned_name(other) == name)
+
+    def checked(self) -> list[str]:
+        """The implementations that the grid checks: every one but the second names of an A/A test."""
+        return [name for name in self.config["implementations"] if self.twin_of(name) == name]
 
     def grid_job(self, implementation: str, seq_len: int) -> Job:
         grid = self.config["correctness"]
@@ -207,7 +221,9 @@ class Plan:
         extra: dict[str, Any] = {"problem": self._problem(sweep, seq_len)}
         if phase == TIMING:
             timing = dict(self.config["timing"])
-            extra["processes"] = timing.pop("processes")
+            extra["processes"] = timing.pop("processes")[self.device]
+            # A length added to the list concerns the rows of that length only.
+            extra["second_timer"] = seq_len in timing.pop("second_timer_seq_lens")
             del timing["lock_sm_clock_mhz"]
             extra["timing"] = timing
             extra |= self._clock_lock()
@@ -215,6 +231,17 @@ class Plan:
         spec = self._spec(phase, implementation, **extra)
         path = f"{self.folder}/{phase}/{sweep}/{implementation}/{seq_len}.json"
         return Job(phase, sweep, implementation, seq_len, path, spec)
+
+    def roofline_job(self) -> Job:
+        """The job that measures what the machine can do."""
+        spec = {
+            "phase": ROOFLINE,
+            "device": self.device,
+            "environment": self.environment,
+            "source": {"harness": self.harness_digests[ROOFLINE]},
+            **self._clock_lock(),
+        }
+        return Job(ROOFLINE, None, "", None, f"{self.folder}/{ROOFLINE}.json", spec)
 
     def _clock_lock(self) -> dict[str, Any]:
         """What the spec of a job that is timed says of the GPU's clock: nothing where it is left alone."""

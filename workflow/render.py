@@ -11,11 +11,18 @@ from harness.record import FAULTS, MARKS, OK
 from workflow.tables import table_text
 
 GIB = 1024**3
+
+
+def first_names(benchmark: pd.DataFrame) -> pd.DataFrame:
+    """The rows without those of an A/A test's second name, which is no contender of its own."""
+    return benchmark[benchmark["twin_of"].isna()] if "twin_of" in benchmark else benchmark
+
+
 HEADERS = (
     "seq_len",
     "impl",
     "latency (ms)",
-    "95 % interval (ms)",
+    "interval (ms)",
     "TFLOP/s",
     "peak mem (GiB)",
     "status",
@@ -128,8 +135,9 @@ def legend(benchmark: pd.DataFrame) -> str:
     used = {mark for marks in benchmark["marks"].dropna() for mark in marks.split()}
     coverage = benchmark["interval_coverage"].min()
     lines = [
-        "Latency is the median over all samples with a cold cache; the interval is that of the median"
-        + ("." if pd.isna(coverage) else f" (coverage at least {coverage:.1%})."),
+        "Latency is the median of the processes' medians with a cold cache. Its interval is over processes,"
+        " or over samples where there is one process alone"
+        + ("." if pd.isna(coverage) else f"; it covers the median with at least {coverage:.1%}."),
         "TFLOP/s counts 4 x batch x heads x unmasked pairs x head_dim operations. Peak memory is of one call"
         " in a process of its own: inputs, output, and all that is allocated at the peak, a library's"
         " workspace too.",

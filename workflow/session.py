@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from harness.lock import hold_checkout
 
@@ -45,3 +48,12 @@ def begin_run(folder: Path) -> None:
         return
     hold_checkout(folder, lambda sentence: print(sentence, file=sys.stderr, flush=True))
     os.environ[INSIDE_VARIABLE] = str(os.getpid())
+
+
+def in_random_order(priority: int) -> Callable[[Any], float]:
+    """A rule's `priority` under which its jobs run in an order drawn anew for each run.
+
+    What drifts with time (heat, clocks, a neighbour) then favours nobody for coming first. The jobs stay
+    between those of this priority and of the next.
+    """
+    return lambda wildcards: priority + random.random()

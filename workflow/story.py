@@ -15,7 +15,7 @@ import pandas as pd
 from tabulate import tabulate
 
 from harness.record import MARKS, OK
-from workflow.render import GIB, environment_line, grid_table, legend, problem_line, sweep_table
+from workflow.render import GIB, environment_line, first_names, grid_table, legend, problem_line, sweep_table
 from workflow.tables import table_text
 
 INTERPRETED = "interpreted"
@@ -51,16 +51,16 @@ def report_page(
             parts += [
                 "### How fast?",
                 image(f"{sweep}_latency", f"latency against sequence length, sweep {sweep}", figures),
-                bullets(speed_story(rows)),
+                bullets(speed_story(first_names(rows))),
                 process_note(rows),
                 image(f"{sweep}_throughput", f"throughput against sequence length, sweep {sweep}", figures),
-                bullets(throughput_story(rows)),
+                bullets(throughput_story(first_names(rows))),
             ]
         if measured(rows, "memory"):
             parts += [
                 "### How much memory?",
                 image(f"{sweep}_memory", f"peak memory against sequence length, sweep {sweep}", figures),
-                bullets(memory_story(rows)),
+                bullets(memory_story(first_names(rows))),
             ]
     if not benchmark.empty:
         parts += ["## What could not be measured, and why", empty_cells(benchmark)]
@@ -124,7 +124,7 @@ def in_short(benchmark: pd.DataFrame, grid: pd.DataFrame) -> list[str]:
         lines.append(f"Not right, or not judged, in every cell: {listed(not_right)}.")
     for sweep, rows in _groups(benchmark, "sweep"):
         if measured(rows, "latency"):
-            lines.append(f"Sweep {table_text(sweep)}: {winners(rows)}")
+            lines.append(f"Sweep {table_text(sweep)}: {winners(first_names(rows))}")
     if benchmark.empty:
         return lines
     empty = sum(len(missing(benchmark, phase)) for phase in ("latency", "memory"))
@@ -444,7 +444,10 @@ def process_note(rows: pd.DataFrame) -> str:
             "Each latency comes from one process. Its interval says how well that process knows its own"
             " median, not how far the next process would be from it: a small difference is not yet a finding."
         )
-    return f"Each latency is pooled over {spanned(counts.astype(int))} processes."
+    return (
+        f"Each latency is the median of {spanned(counts.astype(int))} processes, and its interval spans what"
+        " they found: it says how far the next process may be."
+    )
 
 
 def throughput_story(rows: pd.DataFrame) -> list[str]:

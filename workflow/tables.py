@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from harness.bounds import impossible
 from harness.record import (
     ERROR,
     OK,
@@ -28,22 +30,36 @@ TIMING_COLUMNS = (
     "latency_low_ms",
     "latency_high_ms",
     "interval_coverage",
+    "latency_cycles",
+    "latency_cycles_low",
+    "latency_cycles_high",
     "warm_latency_ms",
     "warm_latency_low_ms",
     "warm_latency_high_ms",
     "host_time_us",
+    "graph_latency_ms",
+    "graph_reason",
+    "profiler_latency_ms",
+    "profiler_reason",
+    "kernel_names",
     "teraflops_per_second",
     "sample_count",
     "process_count",
+    "outlier_count_mild",
+    "outlier_count_severe",
     "timer",
     "warm_up_s",
     "working_set_bytes",
     "cache_bytes",
+    "working_set_over_cache",
+    "metered_sm_clock_mhz",
+    "sm_clock_spread",
     "sm_clock_mhz_min",
     "sm_clock_mhz_max",
     "temperature_c_max",
     "power_w_max",
     "throttle_reasons",
+    "other_processes",
     "locked_sm_clock_mhz",
     "clock_lock_reason",
 )
@@ -104,7 +120,9 @@ def load_measurement(plan: Plan, job: Job, root: Path) -> Record:
 def _options_today(plan: Plan, job: Job, root: Path) -> str | None:
     """The options that a job run now would take, as its record would state them; None if none are known."""
     options = dict(job.spec["implementation"]["options"])
-    winner = plan.winner_file(str(job.sweep), job.implementation, job.seq_len)
+    assert job.sweep is not None  # a timing or memory job
+    assert job.seq_len is not None
+    winner = plan.winner_file(job.sweep, job.implementation, job.seq_len)
     if winner is not None:
         try:
             options.update(json.loads((root / winner).read_text(encoding="utf-8"))["options"])
@@ -157,14 +175,16 @@ def correctness_rows(plan: Plan, root: Path) -> list[dict[str, Any]]:
 def benchmark_rows(plan: Plan, root: Path, grid: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row per (sweep, seq_len, implementation), latency and memory side by side."""
     rows = []
+    roofline = load(plan.roofline_job(), root)
     for sweep, seq_len, implementation in plan.cells():
         row: dict[str, Any] = {
             "environment": plan.environment,
             "sweep": sweep,
             "seq_len": seq_len,
             "implementation": implementation,
+            "twin_of": twin if (twin := plan.twin_of(implementation)) != implementation else None,
         }
-        marks = _grid_marks(implementation, grid)
+        marks = _grid_marks(plan.twin_of(implementation), grid)
         for phase, prefix, columns in (
             (TIMING, "latency", TIMING_COLUMNS),
             (MEMORY, "memory", MEMORY_COLUMNS),
@@ -174,6 +194,8 @@ def benchmark_rows(plan: Plan, root: Path, grid: list[dict[str, Any]]) -> list[d
                 continue
             job = plan.sweep_job(phase, sweep, implementation, seq_len)
             record = load_measurement(plan, job, root)
+            if phase == TIMING:
+                record = held_against(record, roofline)
             row.update({name: job.spec["problem"][name] for name in PROBLEM_COLUMNS})
             row.update({f"{prefix}_status": record.status, f"{prefix}_reason": record.reason or ""})
             row.update({name: record.values.get(name) for name in columns})
@@ -182,7 +204,35 @@ def benchmark_rows(plan: Plan, root: Path, grid: list[dict[str, Any]]) -> list[d
             row[f"{prefix}_dirty"] = record.circumstances.get("source", {}).get("dirty")
             marks += [mark for mark in record.marks if mark not in marks]
         rows.append({**row, "marks": " ".join(marks)})
+    _add_positions(rows)
     return rows
+
+
+def held_against(record: Record, roofline: Record) -> Record:
+    """A timing record as it may be shown: an error where its time cannot have been on this machine.
+
+    Without a roofline nothing was held against anything, and the number says so.
+    """
+    if record.status != OK:
+        return record
+    if roofline.status != OK:
+        return replace(record, marks=[*record.marks, "flush_unproven"])
+    values = record.values
+    reason = impossible(
+        values["latency_ms"], values["working_set_bytes"], values["flop_count"], roofline.values
+    )
+    if reason is not None:
+        return replace(record, status=ERROR, reason=reason, values={}, samples={}, marks=[])
+    proven = [] if roofline.values["flush_proven"] else ["flush_unproven"]
+    return replace(record, marks=[*record.marks, *proven])
+
+
+def _add_positions(rows: list[dict[str, Any]]) -> None:
+    """Number the timings in the order they were measured in, beginning with 1."""
+    order = sorted({row["latency_measured_at"] for row in rows if row.get("latency_measured_at")})
+    for row in rows:
+        measured_at = row.get("latency_measured_at")
+        row["position"] = order.index(measured_at) + 1 if measured_at else None
 
 
 def _grid_marks(implementation: str, grid: list[dict[str, Any]]) -> list[str]:

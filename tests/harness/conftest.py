@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +74,9 @@ class StandInNvml(ModuleType):
         if value is None:
             raise NVMLError("Not Supported")
         return value
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
+        return [SimpleNamespace(pid=pid) for pid in self._next("processes")]
 
     def nvmlDeviceGetClockInfo(self, handle: int, clock: int) -> int:  # noqa: N802
         return int(self._next("clock"))

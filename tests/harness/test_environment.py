@@ -211,3 +211,15 @@ def test_a_torch_without_cuda_is_told_so_in_one_line(
         with pytest.raises(EnvironmentFault) as caught:
             ask()
         assert str(caught.value) == "device = cuda: torch 2.13.0+cpu is a build without CUDA"
+
+
+def test_the_flags_that_change_precision_are_described() -> None:
+    before = describe("cpu", ROOT)
+    flag = before["tf32"]["matmul"]
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = not flag
+        after = describe("cpu", ROOT)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = flag
+    assert after["tf32"]["matmul"] is not flag
+    assert set(before["reduced_precision_reduction"]) == {"fp16", "bf16"}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom
+from scipy.stats import binom, kendalltau, norm
 
-from harness.statistics import median_interval_ranks, percentile, summarize
+from harness.statistics import count_outliers, median_interval_ranks, percentile, summarize, trend
 
 finite_samples = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=60)
 
@@ -82,3 +82,40 @@ def test_no_samples_are_refused() -> None:
 def test_a_sample_that_is_not_finite_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="not a finite number"):
         summarize([1.0, value, 2.0])
+
+
+def test_outliers_are_those_beyond_tukeys_fences() -> None:
+    even = [
+        float(value) for value in range(1, 12)
+    ]  # quartiles 3.5 and 8.5: fences at -4 and 16, -11.5 and 23.5
+    assert count_outliers(even).mild == count_outliers(even).severe == 0
+    found = count_outliers([*even[:-1], 17.0])
+    assert (found.mild, found.severe) == (1, 0)
+    found = count_outliers([*even[:-1], 1000.0])
+    assert (found.mild, found.severe) == (0, 1)
+
+
+@given(st.lists(st.integers(1, 8), min_size=6, max_size=40).filter(lambda values: len(set(values)) > 1))
+def test_the_trend_is_scipys(values: list[int]) -> None:
+    samples = [float(value) for value in values]
+    expected = kendalltau(range(len(samples)), samples, method="asymptotic")
+    found = trend(samples)
+    assert found.z * expected.statistic >= 0
+    assert 2 * norm.sf(abs(found.z)) == pytest.approx(expected.pvalue, rel=1e-6, abs=1e-12)
+
+
+def test_a_rise_is_a_trend_and_its_change_is_told() -> None:
+    rising = trend([1.0 + 0.01 * index for index in range(30)])
+    assert rising.z > 5
+    assert rising.change == pytest.approx(0.2 / 1.045)
+    assert trend(list(reversed([1.0 + 0.01 * index for index in range(30)]))).z < -5
+
+
+def test_equal_samples_have_no_trend() -> None:
+    assert trend([2.0] * 10).z == trend([2.0] * 10).change == 0.0
+
+
+def test_samples_without_a_trend_are_seldom_said_to_have_one() -> None:
+    random = np.random.default_rng(7)
+    found = sum(abs(trend(draw.tolist()).z) > 3.3 for draw in random.normal(1.0, 0.01, size=(2000, 30)))
+    assert found <= 8  # one in a thousand by chance

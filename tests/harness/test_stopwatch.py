@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+import torch
 
 from harness.correctness import Tolerance
 from harness.device import Call, CpuDevice, Series
@@ -58,6 +59,7 @@ def test_a_right_kernel_gets_all_its_samples() -> None:
     assert timed.judgement["allclose"] is True
     assert steps[0] == "inputs"
     assert steps[-1] == "check after timing"
+    assert timed.sm_clock_mhz == []  # a CPU has none to meter
     assert TimedProcess(**json.loads(json.dumps(asdict(timed)))) == timed
 
 
@@ -135,7 +137,7 @@ def test_a_warm_up_ends_at_its_limit_and_says_that_it_was_not_steady() -> None:
     timed = measure(attentions.right, device=Slowing())
     assert not timed.steady
     assert timed.warm_up_s >= SETTINGS.warm_up_max_s
-    assert timing_marks([timed], timing_values([timed], PROBLEM)) == ["not_steady"]
+    assert timing_marks([timed], timing_values([timed], PROBLEM)) == ["not_steady", "one_process"]
 
 
 def test_a_warm_up_that_is_steady_lasts_its_minimum() -> None:
@@ -143,7 +145,51 @@ def test_a_warm_up_that_is_steady_lasts_its_minimum() -> None:
     timed = measure(attentions.right, device=Even(), settings=settings)
     assert timed.steady
     assert 0.05 <= timed.warm_up_s < 60
-    assert timing_marks([timed], timing_values([timed], PROBLEM)) == []
+    assert timing_marks([timed], timing_values([timed], PROBLEM)) == ["one_process"]
+
+
+class Ramping(Even):
+    """A clock that still rises while the samples are taken; the warm-up before it looked steady."""
+
+    def series(self, call: Call, count: int, *, cold: bool) -> Series:
+        call()
+        if count < SETTINGS.samples * 5:
+            return super().series(call, count, cold=cold)
+        return Series([1.0 - 0.01 * index for index in range(count)], [], starved=False)
+
+
+def test_samples_that_fall_while_they_are_taken_are_not_steady() -> None:
+    settings = replace(SETTINGS, samples=SETTINGS.samples * 5)
+    timed = measure(attentions.right, device=Ramping(), settings=settings)
+    assert timed.steady
+    assert timed.drifting
+    assert "not_steady" in timing_marks([timed], timing_values([timed], PROBLEM))
+
+
+class CachesByAddress:
+    """Right, and instant the second time: it knows the buffers by their addresses."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, torch.Tensor] = {}
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        if q.data_ptr() not in self.known:
+            self.known[q.data_ptr()] = attentions.right(q, k, v, causal=causal)
+        return self.known[q.data_ptr()]
+
+
+def test_a_kernel_that_returns_what_it_computed_before_is_wrong() -> None:
+    status, reason = verdict_on(CachesByAddress())
+    assert status == "wrong"
+    assert reason.startswith("after timing: ")
 
 
 def test_an_interpreted_kernel_takes_its_own_number_of_samples() -> None:
@@ -155,8 +201,10 @@ PROCESS = TimedProcess(
     cold_ms=[1.0, 2.0, 3.0],
     warm_ms=[0.5, 0.6, 0.7],
     host_us=[40.0, 50.0, 60.0],
+    sm_clock_mhz=[1980.0, 1980.0, 1960.0],
     interpreted=False,
     steady=True,
+    drifting=False,
     warm_up_s=0.3,
     timer="cuda_event",
     cache_bytes=60 << 20,
@@ -167,6 +215,7 @@ PROCESS = TimedProcess(
         "sm_clock_mhz_max": 1980,
         "power_w_max": None,
         "throttle_reasons": "power cap",
+        "other_processes": "",
     },
 )
 OTHER = replace(
@@ -179,15 +228,22 @@ OTHER = replace(
         "sm_clock_mhz_max": 1950,
         "power_w_max": 650.0,
         "throttle_reasons": "hardware thermal, power cap",
+        "other_processes": "4711 (python)",
     },
 )
 
 
-def test_the_values_of_two_processes_are_those_of_all_their_samples() -> None:
+def test_the_values_of_two_processes_are_those_of_their_medians() -> None:
     values = timing_values([PROCESS, OTHER], PROBLEM)
     assert values["latency_ms"] == 3.5
-    assert (values["latency_low_ms"], values["latency_high_ms"]) == (1.0, 60.0)
-    assert values["interval_coverage"] == pytest.approx(1 - 2 / 64)
+    assert (values["latency_low_ms"], values["latency_high_ms"]) == (2.0, 5.0)
+    assert values["interval_coverage"] == 0.5  # two experiments, whatever the number of samples
+    assert values["latency_cycles"] == pytest.approx(3.5e-3 * 1980e6)
+    assert values["metered_sm_clock_mhz"] == 1980
+    assert values["sm_clock_spread"] == pytest.approx(20 / 1980)
+    assert (values["outlier_count_mild"], values["outlier_count_severe"]) == (0, 0)
+    assert values["working_set_over_cache"] == PROBLEM.minimal_bytes / (60 << 20)
+    assert values["other_processes"] == "4711 (python)"
     assert values["warm_latency_ms"] == 0.6
     assert values["host_time_us"] == 50.0
     assert values["sample_count"] == 6
@@ -219,10 +275,13 @@ def test_a_timing_record_has_these_values() -> None:
         "flop_count",
         "sample_count",
         "process_count",
+        "outlier_count_mild",
+        "outlier_count_severe",
         "timer",
         "warm_up_s",
         "working_set_bytes",
         "cache_bytes",
+        "working_set_over_cache",
     }
     assert values["host_time_us"] is None  # a CPU call is host time
     json.dumps(values, allow_nan=False)
@@ -237,13 +296,32 @@ def test_a_timing_record_has_these_values() -> None:
         ({"monitor": {}, "steady": False}, ["not_steady"]),
         ({"monitor": {}, "host_us": [601.0] * 3}, ["launch_bound"]),
         ({"monitor": {}, "host_us": []}, []),
+        ({"monitor": {}, "drifting": True}, ["not_steady"]),
+        ({"monitor": {}, "sm_clock_mhz": [1980.0, 1500.0, 1980.0]}, ["clock_moved"]),
+        ({"monitor": {"other_processes": "4711 (python)"}}, ["gpu_shared"]),
+        ({"monitor": {"other_processes": None}}, []),
     ],
 )
 def test_a_number_is_marked_with_what_a_reader_must_know(changes: dict[str, Any], marks: list[str]) -> None:
     process = replace(PROCESS, **changes)
-    found = timing_marks([process], timing_values([process], PROBLEM))
+    processes = [process, process]
+    found = timing_marks(processes, timing_values(processes, PROBLEM))
     assert found == marks
     assert set(found) <= set(MARKS)
+
+
+def test_an_outlier_is_counted_and_stays_in_the_numbers() -> None:
+    samples = [1.0, 1.1, 1.2, 1.3, 1.4, 9.0]
+    process = replace(PROCESS, cold_ms=samples, sm_clock_mhz=[1980.0] * 6)
+    values = timing_values([process], PROBLEM)
+    assert values["outlier_count_severe"] == 1
+    assert values["sample_count"] == 6
+    assert values["latency_high_ms"] == 9.0
+
+
+def test_one_process_is_marked_as_one() -> None:
+    assert "one_process" in timing_marks([PROCESS], timing_values([PROCESS], PROBLEM))
+    assert "one_process" not in timing_marks([PROCESS, OTHER], timing_values([PROCESS, OTHER], PROBLEM))
 
 
 def test_one_process_that_was_not_steady_marks_the_number() -> None:

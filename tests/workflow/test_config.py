@@ -12,7 +12,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from workflow.config import ConfigError, available_kernels, load_config, load_schema
+from workflow.config import ConfigError, available_kernels, load_config, load_schema, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 RENDER = ROOT / "workflow" / "scripts" / "render_config_readme.py"
@@ -56,7 +56,10 @@ BOOLEAN = "a boolean (YAML reads yes, no, on and off as booleans)"
 NULL = "null (nothing is written below the key)"
 NUMBER_AS_TEXT = "text (--config gives what is in a list or a mapping as text)"
 TOP_KEYS = "device, time_limit_s, implementations, correctness, timing, tuning, sweeps"
-TIMING_KEYS = "processes, samples, samples_interpreted, warm_up_min_s, warm_up_max_s, lock_sm_clock_mhz"
+TIMING_KEYS = (
+    "processes, samples, samples_interpreted, second_timer_seq_lens, warm_up_min_s, warm_up_max_s,"
+    " lock_sm_clock_mhz"
+)
 SWEEP_KEYS = "batch, heads, kv_heads, head_dim, causal, dtype, seq_lens, measure, implementations"
 
 
@@ -313,11 +316,11 @@ BAD = {
         ],
     ),
     "too few samples": (
-        changed(("timing", {"samples": 1, "samples_interpreted": 0, "processes": 0})),
+        changed(("timing", {"samples": 1, "samples_interpreted": 0, "processes": {"cuda": 0}})),
         [
             "timing.samples = 1: must be at least 2",
             "timing.samples_interpreted = 0: must be at least 2",
-            "timing.processes = 0: must be at least 1",
+            "timing.processes.cuda = 0: must be at least 1",
         ],
     ),
     "samples as text": (
@@ -549,7 +552,8 @@ def test_defaults_are_filled_in(kernels):
     assert config["device"] == "auto"
     assert config["implementations"] == {"naive": {"kernel": "naive", "options": {}}}
     assert config["correctness"]["heads"] == {"cuda": 16, "cpu": 2}
-    assert config["timing"]["samples"] == 50
+    assert config["timing"]["samples"] == 30
+    assert config["timing"]["processes"] == {"cuda": 5, "cpu": 3}
     assert config["sweeps"]["article"] == {
         **SWEEP,
         "kv_heads": 16,
@@ -650,3 +654,43 @@ def test_nothing_slow_is_imported():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert imported.stdout.strip() == ""
+
+
+def test_every_number_of_the_configuration_says_its_unit_or_counts_something():
+    """Units are in the names; what has none is a count, a size in elements or a fraction."""
+    units = ("_s", "_mhz", "_ms", "_bytes")
+    counts = [
+        "absolute",
+        "batch",
+        "batches",
+        "cpu",
+        "cuda",
+        "head_dim",
+        "head_dims",
+        "heads",
+        "kv_heads",
+        "processes",
+        "relative",
+        "rounds",
+        "samples",
+        "samples_interpreted",
+        "second_timer_seq_lens",
+        "seq_lens",
+    ]
+    schema = load_schema()
+    numbers = set()
+
+    def look(part, name):
+        part = resolve(part, schema)
+        kinds = part.get("type", [])
+        if {"integer", "number"} & set([kinds] if isinstance(kinds, str) else kinds):
+            numbers.add(name)
+        for key, below in part.get("properties", {}).items():
+            look(below, key)
+        for keyword in ("items", "additionalProperties"):
+            if isinstance(part.get(keyword), dict):
+                look(part[keyword], name)
+
+    look(schema, "")
+    assert {"time_limit_s", "lock_sm_clock_mhz", "head_dim"} <= numbers
+    assert {name for name in numbers if not name.endswith(units) and name not in counts} <= {"options"}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 from tests.workflow.checkout import Checkout, small_config
+from workflow.session import in_random_order
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,16 @@ class TestACompleteRun:
         last_check = max(i for i, line in enumerate(started) if ": check " in line)
         first_timing = min(i for i, line in enumerate(started) if ": time " in line)
         assert last_check < first_timing
+
+    def test_timings_run_in_random_order_and_their_positions_are_recorded(self, finished):
+        checkout, output = finished
+        lines = [line for line in output.splitlines() if line.startswith("Job ") and ": time " in line]
+        ran = [re.search(r"time (\w+) at seq_len (\d+)", line).groups() for line in lines]
+        rows = checkout.csv("benchmark").sort_values("position")
+        assert list(zip(rows["implementation"], rows["seq_len"].astype(str), strict=True)) == ran
+        draws = {in_random_order(2)(None) for _ in range(20)}
+        assert len(draws) == 20
+        assert all(2 <= draw < 3 for draw in draws)
 
     def test_the_environment_is_captured(self, finished):
         checkout, _ = finished

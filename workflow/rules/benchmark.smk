@@ -6,6 +6,29 @@ that changes both would leave the old timings standing.
 """
 
 
+rule measure_roofline:
+    input:
+        script=ancient(ROOT / SCRIPTS[ROOFLINE]),
+        environment=ancient(PLAN.environment_file),
+    output:
+        PLAN.roofline_job().path,
+    log:
+        f"logs/{PLAN.environment}/{ROOFLINE}.log",
+    priority: 4
+    conda:
+        "../envs/attention.yaml"
+    resources:
+        gpu=1,
+        time_limit_s=TIME_LIMIT_S,
+    params:
+        spec=canonical_json(PLAN.roofline_job().spec),
+    message:
+        "measure what this machine can do"
+    shell:
+        "python {input.script:q} --spec {params.spec:q} --output {output:q}"
+        " --time-limit-s {resources.time_limit_s} > {log:q} 2>&1"
+
+
 rule measure_timing:
     input:
         script=ancient(ROOT / SCRIPTS[TIMING]),
@@ -16,7 +39,7 @@ rule measure_timing:
         f"{PLAN.folder}/{TIMING}/{{sweep}}/{{implementation}}/{{seq_len}}.json",
     log:
         f"logs/{PLAN.environment}/{TIMING}/{{sweep}}/{{implementation}}/{{seq_len}}.log",
-    priority: 2
+    priority: in_random_order(2)
     conda:
         "../envs/attention.yaml"
     resources:

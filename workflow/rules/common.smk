@@ -8,8 +8,8 @@ from harness.environment import choose_device, environment_key, find_gpu
 from harness.forkserver import ForkServer
 from harness.record import canonical_json, spec_digest
 from workflow.config import ConfigError, load_config
-from workflow.plan import CORRECTNESS, MEMORY, SCRIPTS, TIMING, TUNING, Plan
-from workflow.session import begin_run, only_looks
+from workflow.plan import CORRECTNESS, MEMORY, ROOFLINE, SCRIPTS, TIMING, TUNING, Plan
+from workflow.session import begin_run, in_random_order, only_looks
 from workflow.tables import stale_records
 
 if sys.platform != "linux" or platform.machine() != "x86_64":

@@ -5,7 +5,7 @@ rule aggregate:
     input:
         script=ancient(ROOT / "workflow/scripts/aggregate.py"),
         environment=PLAN.environment_file,
-        records=records(CORRECTNESS, TIMING, MEMORY),
+        records=records(CORRECTNESS, TIMING, MEMORY, ROOFLINE),
     output:
         benchmark="results/benchmark.csv",
         correctness="results/correctness.csv",
@@ -72,7 +72,7 @@ rule verdict:
 
 
 # One target a length: everything of that length brought up to date, and its rows shown.
-for length in sorted({job.seq_len for job in PLAN.jobs()}):
+for length in sorted({job.seq_len for job in PLAN.jobs() if job.seq_len}):
 
     rule:
         name:
@@ -80,7 +80,7 @@ for length in sorted({job.seq_len for job in PLAN.jobs()}):
         input:
             script=ancient(ROOT / "workflow/scripts/show_seq_len.py"),
             environment=ancient(PLAN.environment_file),
-            records=[job.path for job in PLAN.jobs() if job.seq_len == length],
+            records=[job.path for job in PLAN.jobs() if job.seq_len in (length, None)],
         log:
             f"logs/seq_len_{length}.log",
         conda:

@@ -11,6 +11,7 @@ import pandas as pd
 
 from harness.record import write_atomically
 from workflow.figures import error_figure, sweep_figure
+from workflow.render import first_names
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--benchmark", required=True, type=Path)
@@ -18,7 +19,7 @@ parser.add_argument("--correctness", required=True, type=Path)
 parser.add_argument("--output", required=True, type=Path, nargs="+")
 arguments = parser.parse_args()
 
-benchmark = pd.read_csv(arguments.benchmark)
+benchmark = first_names(pd.read_csv(arguments.benchmark))
 grid = pd.read_csv(arguments.correctness)
 for path in arguments.output:
     if path.stem == "error":
