@@ -18,11 +18,12 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, TypeVar
 
-from harness.process import die_with_parent
+from harness.process import adopt_orphans, child_processes, die_with_parent
 from harness.record import ERROR, OK, OUT_OF_MEMORY, TIMEOUT
 
 Context = TypeVar("Context")
@@ -31,6 +32,8 @@ ReportStep = Callable[[str], None]
 
 SECONDS_TO_DIE = 20.0
 SECONDS_BETWEEN_LOOKS = 1.0
+CANNOT_REPORT = 113  # how a child exits that finds its result pipe closed
+NO_FORKS = "no number can be trusted beside it, so a kernel must not fork, or must wait for what it forked"
 
 
 class Verdict(Exception):
@@ -83,18 +86,22 @@ def supervise(
     deadline = time.monotonic() + time_limit_s
     outcomes: list[Outcome] = []
     account: dict[str, Any] = {}
-    while len(outcomes) < len(tasks):
-        first = len(outcomes)
-        if time.monotonic() >= deadline:
-            outcomes += [_not_started(time_limit_s)] * len(tasks[first:])
-            break
-        batch = tasks[first : first + 1] if fresh_child_each else tasks[first:]
-        child = _Child(batch, start, work)
-        try:
-            outcomes.extend(child.collect(deadline, time_limit_s))
-        finally:
-            child.kill()
-        account = account or child.account
+    with _Nursery(start, work) as nursery:
+        while len(outcomes) < len(tasks):
+            rest = tasks[len(outcomes) :]
+            if time.monotonic() >= deadline:
+                outcomes += [_not_started(time_limit_s)] * len(rest)
+                break
+            try:
+                child = nursery.bear(rest[:1] if fresh_child_each else rest)
+            except OSError as fault:
+                outcomes += [_not_forked(fault)] * len(rest)
+                break
+            while not child.over:
+                _attend([child], deadline, time_limit_s)
+            nursery.end(child)
+            outcomes += child.outcomes
+            account = account or child.account
     return Supervised(outcomes, account)
 
 
@@ -111,22 +118,26 @@ def supervise_side_by_side(
     For work that is not timed, such as compiling.
     """
     deadline = time.monotonic() + time_limit_s
-    outcomes: list[Outcome] = []
-    running: deque[_Child] = deque()
-    waiting = deque(tasks)
-    try:
+    outcomes: dict[int, Outcome] = {}
+    waiting = deque(enumerate(tasks))
+    running: dict[int, _Child] = {}
+    with _Nursery(start, work) as nursery:
         while waiting or running:
             while waiting and len(running) < at_most and time.monotonic() < deadline:
-                running.append(_Child([waiting.popleft()], start, work))
+                index, task = waiting.popleft()
+                try:
+                    running[index] = nursery.bear([task])
+                except OSError as fault:
+                    outcomes[index] = _not_forked(fault)
             if not running:
-                outcomes += [_not_started(time_limit_s)] * len(waiting)
+                outcomes.update((index, _not_started(time_limit_s)) for index, _ in waiting)
                 break
-            outcomes += running[0].collect(deadline, time_limit_s)
-            running.popleft().kill()
-    finally:
-        for child in running:
-            child.kill()
-    return outcomes
+            _attend(running.values(), deadline, time_limit_s)
+            for index in [index for index, child in running.items() if child.over]:
+                child = running.pop(index)
+                nursery.end(child)
+                (outcomes[index],) = child.outcomes
+    return [outcomes[index] for index in range(len(tasks))]
 
 
 def _not_started(time_limit_s: float) -> Outcome:
@@ -134,7 +145,76 @@ def _not_started(time_limit_s: float) -> Outcome:
     return Outcome(TIMEOUT, reason, {}, "")
 
 
+def _not_forked(fault: OSError) -> Outcome:
+    reason = f"not started: the system gives no further process ({fault.strerror}); end others, and run again"
+    return Outcome(ERROR, reason, {}, "")
+
+
+def _attend(children: Collection[_Child], deadline: float, time_limit_s: float) -> None:
+    """Wait until a child has something to say, has ended or has used up its time, and note that."""
+    remaining = deadline - time.monotonic()
+    ready = select.select(children, [], [], max(0.0, min(remaining, SECONDS_BETWEEN_LOOKS)))[0]
+    for child in children:
+        if child in ready:
+            child.listen()
+        elif remaining <= 0:
+            child.expire(time_limit_s)
+        else:
+            child.look()
+
+
+class _Nursery:
+    """Forks the children, and sees to it that nothing a child started outlives it.
+
+    A process that leaves its group or session, as a daemon does, is out of the group's reach, but would
+    hold the device's lock, which it inherited. So this process adopts the orphans (it is their subreaper)
+    and ends them.
+    """
+
+    def __init__(self, start: Start[Any], work: Work[Any, Any]) -> None:
+        self._start = start
+        self._work = work
+        self._children: list[_Child] = []
+        self._strangers: set[int] = set()
+
+    def __enter__(self) -> _Nursery:
+        self._strangers = child_processes()
+        adopt_orphans(True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for child in list(self._children):
+                self.end(child)
+        finally:
+            adopt_orphans(False)
+
+    def bear(self, tasks: Sequence[Any]) -> _Child:
+        """Fork a child for these tasks; raises OSError where the system gives no process."""
+        child = _Child(tasks, self._start, self._work)
+        self._children.append(child)
+        return child
+
+    def end(self, child: _Child) -> None:
+        """End a child and everything it started, and reap it."""
+        child.kill()
+        self._children.remove(child)
+        own = self._strangers | {other.pid for other in self._children}
+        give_up = time.monotonic() + SECONDS_TO_DIE
+        while (strays := child_processes() - own) and time.monotonic() < give_up:
+            for pid in strays:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.002)
+
+
 class _Child:
+    """A forked process that does tasks, and what it has said so far."""
+
     def __init__(
         self,
         tasks: Sequence[Task],
@@ -143,61 +223,71 @@ class _Child:
     ) -> None:
         self._task_count = len(tasks)
         self._buffer = b""
+        self._step = "start"
         self._reaped: int | None = None
         self.account: dict[str, Any] = {}
+        self.outcomes: list[Outcome] = []  # of the tasks it finished, and of the one it ended in
+        self.over = False
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
         self._pipe, writing_end = os.pipe()
-        self.pid = os.fork()
+        try:
+            self.pid = os.fork()
+        except OSError:
+            os.close(self._pipe)
+            os.close(writing_end)
+            raise
         if self.pid == 0:
             os.close(self._pipe)
             _be_the_child(parent, writing_end, tasks, start, work)
         os.close(writing_end)
 
-    def collect(self, deadline: float, time_limit_s: float) -> list[Outcome]:
-        """Outcomes of the tasks this child finished, and of the one it ended in."""
-        outcomes: list[Outcome] = []
-        step = "start"
-        while len(outcomes) < self._task_count:
-            message = self._read(deadline)
-            if message is _EXPIRED:
-                self._ask_where_it_hangs()
-                reason = f"did not finish within {time_limit_s:g} s (in step: {step})"
-                return [*outcomes, Outcome(TIMEOUT, reason, {}, step)]
-            if message is None:
-                reason = f"{self._how_it_ended()} (in step: {step})"
-                return [*outcomes, Outcome(ERROR, reason, {}, step)]
-            if "step" in message:
-                step = message["step"]
-                continue
-            if "account" in message:
-                self.account = message["account"]
-                continue
-            outcomes.append(Outcome(message["status"], message["reason"], message["result"], step))
-            if message["status"] == ERROR:
-                break  # its device may be beyond use (a CUDA error stays); the rest gets a new child
-        return outcomes
+    def fileno(self) -> int:
+        return self._pipe
 
-    def _read(self, deadline: float) -> Any:
-        while b"\n" not in self._buffer:
-            remaining = deadline - time.monotonic()
-            if not self._readable(max(0.0, min(remaining, SECONDS_BETWEEN_LOOKS))):
-                if remaining <= 0:
-                    return _EXPIRED
-                # A process that the child forked may hold the pipe open after the child's own end.
-                if self._wait(0.0) is not None and not self._readable(0.0):
-                    return None
-                continue
-            chunk = os.read(self._pipe, 1 << 16)
-            if not chunk:
-                return None
-            self._buffer += chunk
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        return json.loads(line)
+    def listen(self) -> None:
+        """Take in what has arrived; to be called when there is something, or the end."""
+        chunk = os.read(self._pipe, 1 << 16)
+        if not chunk:
+            self._finish(ERROR, self._how_it_ended())
+        *lines, self._buffer = (self._buffer + chunk).split(b"\n")
+        for line in lines:
+            if not self.over:
+                self._understand(line)
 
-    def _readable(self, seconds: float) -> bool:
-        return bool(select.select([self._pipe], [], [], seconds)[0])
+    def look(self) -> None:
+        """Note the end of a child whose pipe is held open by a process that it forked."""
+        if self._wait(0.0) is not None and not select.select([self], [], [], 0.0)[0]:
+            self._finish(ERROR, self._how_it_ended())
+
+    def expire(self, time_limit_s: float) -> None:
+        """Note that the time is used up."""
+        self._ask_where_it_hangs()
+        self._finish(TIMEOUT, f"did not finish within {time_limit_s:g} s")
+
+    def _understand(self, line: bytes) -> None:
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        match message:
+            case {"step": str(step)}:
+                self._step = step
+            case {"account": dict(account)}:
+                self.account = account
+            case {"status": str(status), "reason": str() | None as reason, "result": dict(result)}:
+                self.outcomes.append(Outcome(status, encodable(reason), result, self._step))
+                # After an error its device may be beyond use (a CUDA error stays): the rest gets a new child.
+                self.over = status == ERROR or len(self.outcomes) == self._task_count
+            case {"copy": True}:
+                self._finish(ERROR, f"a copy of the process that it forked measured beside it; {NO_FORKS}")
+            case _:
+                self._finish(ERROR, "something else than results came through its result pipe")
+
+    def _finish(self, status: str, reason: str) -> None:
+        self.outcomes.append(Outcome(status, f"{reason} (in step: {self._step})", {}, self._step))
+        self.over = True
 
     def _ask_where_it_hangs(self) -> None:
         """Have the child print its Python stack to the log (faulthandler answers this signal)."""
@@ -211,6 +301,8 @@ class _Child:
         code = self._wait(SECONDS_TO_DIE)
         if code is None:
             return "closed its result pipe and went on running"
+        if code == CANNOT_REPORT:
+            return "its result pipe was closed, perhaps by the kernel: a file that it did not open"
         if code >= 0:
             return f"the process exited with code {code}"
         name = _SIGNAL_NAMES.get(-code, f"signal {-code}")
@@ -231,7 +323,7 @@ class _Child:
         return self._reaped
 
     def kill(self) -> None:
-        """End the child and everything it started, and reap it."""
+        """End the child and its process group, and reap it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         if self._wait(SECONDS_TO_DIE) is None:
@@ -239,7 +331,6 @@ class _Child:
         os.close(self._pipe)
 
 
-_EXPIRED = object()
 _SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}  # most real-time ones have none
 
 
@@ -273,10 +364,25 @@ def _work_through(
     start: Start[Context],
     work: Work[Context, Task],
 ) -> None:
+    own = os.getpid()
+    forks = 0
+
+    def count_fork() -> None:
+        nonlocal forks
+        forks += 1
+
+    os.register_at_fork(after_in_parent=count_fork)
+
     def send(message: dict[str, Any]) -> None:
-        data = (json.dumps(message, allow_nan=False) + "\n").encode()
-        while data:
-            data = data[os.write(pipe, data) :]
+        copy = os.getpid() != own  # the kernel forked this process, and came back in both
+        data = (json.dumps({"copy": True} if copy else message, allow_nan=False) + "\n").encode()
+        try:
+            while data:
+                data = data[os.write(pipe, data) :]
+        except OSError:
+            os._exit(CANNOT_REPORT)
+        if copy:
+            os._exit(1)
 
     def report_step(step: str) -> None:
         send({"step": step})
@@ -290,10 +396,15 @@ def _work_through(
                 context, account = start()
                 started = True
                 send({"account": account})
+            before = forks
             result = work(context, task, report_step)  # type: ignore[arg-type]
+            if forks > before and child_processes(running=True):
+                raise Verdict(ERROR, f"it left a process running that it had forked; {NO_FORKS}")
             send({"status": OK, "reason": None, "result": result})
         except Verdict as verdict:
-            send({"status": verdict.status, "reason": verdict.reason, "result": verdict.result})
+            send({"status": verdict.status, "reason": str(verdict.reason), "result": verdict.result})
+            if verdict.status == ERROR:
+                return
         except BaseException as fault:
             with contextlib.suppress(Exception):  # the task may have closed stderr
                 traceback.print_exc()
@@ -322,3 +433,8 @@ def describe_exception(fault: BaseException) -> str:
     message = re.sub(r"\s+", " ", str(fault)).strip()
     text = f"{type(fault).__name__}: {message}" if message else type(fault).__name__
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+def encodable(text: str | None) -> str | None:
+    """Text that can be written as UTF-8, whatever bytes a kernel or the system put into it."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode()

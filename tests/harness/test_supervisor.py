@@ -283,7 +283,7 @@ def test_results_and_reasons_of_any_size_and_content_arrive_whole() -> None:
     found = run(lambda: {"text": text, "numbers": numbers}, judge, one)
     assert statuses(found) == ["ok", "wrong", "ok"]
     assert found.outcomes[0].result["value"] == {"text": text, "numbers": numbers}
-    assert found.outcomes[1].reason == text * 10_000
+    assert found.outcomes[1].reason == text.replace("\ud800", "\\ud800") * 10_000
 
 
 def test_a_result_that_is_not_json_is_an_error() -> None:
@@ -406,8 +406,13 @@ def test_tasks_side_by_side_run_at_the_same_time_and_no_more_than_allowed(tmp_pa
 
 
 def test_a_hang_side_by_side_costs_only_its_own_result() -> None:
-    found = side_by_side(hang, one, two, time_limit_s=0.8)
-    assert [outcome.status for outcome in found] == ["timeout", "ok", "timeout"]
+    found = side_by_side(hang, one, two, one, time_limit_s=1.0)
+    assert [outcome.status for outcome in found] == ["timeout", "ok", "ok", "ok"]
+
+
+def test_what_waits_behind_two_hangs_side_by_side_is_not_started() -> None:
+    found = side_by_side(hang, hang, one, time_limit_s=0.5)
+    assert [outcome.status for outcome in found] == ["timeout"] * 3
     assert str(found[2].reason).startswith("not started")
 
 
