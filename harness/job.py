@@ -156,6 +156,7 @@ class Supervision:
             pin_to_gpu(uuid)
             neighbours = Neighbours(uuid)
             device = open_device("cuda")
+            device.synchronize()  # NVML lists a process from when it has a CUDA context
             neighbours.opened()
 
             def watch() -> Monitor:
