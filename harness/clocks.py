@@ -33,7 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from harness.lock import DEFAULT_FOLDER, FOLDER_VARIABLE, device_lock
+from harness.lock import DEFAULT_FOLDER, FOLDER_VARIABLE, LockFault, device_lock
 from harness.process import die_with_parent
 from harness.record import write_atomically
 
@@ -96,8 +96,11 @@ class Clock:
         """What a record with these values says of the clock: values to add, and marks."""
         failure = self._failure
         seen = values.get("sm_clock_mhz_max")
-        if self._mhz is not None and failure is None and seen is not None and seen > self._mhz + STEP_MHZ:
-            failure = f"nvidia-smi locked it at {self._mhz} MHz, but it was seen at {seen:g} MHz"
+        if self._mhz is not None and failure is None and seen is not None:
+            if seen > self._mhz + STEP_MHZ:
+                failure = f"nvidia-smi locked it at {self._mhz} MHz, but it was seen at {seen:g} MHz"
+            elif seen < self._mhz - STEP_MHZ:
+                failure = f"nvidia-smi locked it at {self._mhz} MHz, but it never exceeded {seen:g} MHz"
         marks = [mark for mark, reason in ((NOT_LOCKED, failure), (LEFT_LOCKED, self._left)) if reason]
         if marks:
             return {"clock_lock_reason": "; ".join(filter(None, (failure, self._left)))}, marks
@@ -167,10 +170,10 @@ def undo_leftover(uuid: str, timeout_s: float = NVIDIA_SMI_TIMEOUT_S) -> str | N
 
 
 def undo_leftover_if_free(uuid: str, timeout_s: float = NVIDIA_SMI_TIMEOUT_S) -> None:
-    """The same for a caller without the device's lock; does nothing while another process has it."""
+    """The same for a caller without the device's lock; does nothing where that cannot be had now."""
     if not marker_of(uuid).exists():
         return
-    with contextlib.suppress(_Busy), device_lock(uuid, waiting=_do_not_wait):
+    with contextlib.suppress(_Busy, LockFault), device_lock(uuid, waiting=_do_not_wait):
         undo_leftover(uuid, timeout_s)
 
 

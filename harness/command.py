@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.record import RecordError, history_folder, read_record
+from harness.record import RecordError, WriteError, read_record, require_writable
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def job_arguments(description: str | None, *, of_a_kernel: bool = True) -> JobAr
     parser.add_argument("--winner", type=Path, help="where a tuning job writes the fastest options")
     arguments = parser.parse_args()
     try:
-        history_folder(arguments.output)
-    except ValueError as fault:  # better now than when the measurement is done
+        require_writable(arguments.output)
+    except (ValueError, WriteError) as fault:
         parser.error(f"--output: {fault}")
     spec = _spec(parser, arguments.spec)
     try:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -55,6 +56,7 @@ RECORDED_PACKAGES = (
     "fa3-fwd",
 )
 STATED_COMMIT_VARIABLE = "STATED_COMMIT"
+DRIVER = Path("/dev/nvidiactl")  # what every use of an NVIDIA GPU begins with
 
 
 class EnvironmentFault(Exception):
@@ -73,25 +75,41 @@ class Gpu:
 @functools.cache  # starting NVML takes a while, and a Snakefile asks more than once
 def find_gpu() -> Gpu | None:
     """The first visible NVIDIA GPU by NVML, without touching CUDA; None where there is none."""
+    found = _search()
+    return found if isinstance(found, Gpu) else None
+
+
+def _search() -> Gpu | str:
+    """The first visible GPU, or why there is none."""
     try:
         import pynvml
     except ImportError:
-        return None
+        return "the package nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
+    except pynvml.NVMLError as fault:
+        return f"NVML does not start: {fault}"
     try:
         handle = _first_visible(pynvml)
         if handle is None:
-            return None
+            return _nothing_visible()
         return Gpu(
             uuid=pynvml.nvmlDeviceGetUUID(handle),
             name=pynvml.nvmlDeviceGetName(handle),
             driver=pynvml.nvmlSystemGetDriverVersion(),
         )
+    except pynvml.NVMLError as fault:
+        return f"NVML does not answer: {fault}"
     finally:
-        pynvml.nvmlShutdown()
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _nothing_visible() -> str:
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return "NVML knows of none"
+    return f"CUDA_VISIBLE_DEVICES={wanted} lets none through that NVML knows of"
 
 
 def _first_visible(pynvml: Any) -> Any:
@@ -109,10 +127,18 @@ def _first_visible(pynvml: Any) -> Any:
 
 
 def choose_device(wanted: str) -> str:
-    """ "cuda" or "cpu" for the config's `device`: auto takes the GPU if there is one and torch can use it."""
+    """ "cuda" or "cpu" for the config's `device`: auto takes the GPU if there is one and torch can use it.
+
+    Says so on stderr where auto takes the CPU although the machine has an NVIDIA driver.
+    """
     if wanted != "auto":
         return wanted
-    return "cuda" if find_gpu() is not None and "+cpu" not in _version("torch") else "cpu"
+    if find_gpu() is not None and "+cpu" not in _version("torch"):
+        return "cuda"
+    if DRIVER.exists():
+        why = _search() if find_gpu() is None else f"torch {_version('torch')} is a build without CUDA"
+        print(f"device: auto takes the CPU, though there is an NVIDIA driver here: {why}", file=sys.stderr)
+    return "cpu"
 
 
 def environment_key(device: str) -> str:
@@ -162,14 +188,12 @@ def source_state(root: Path) -> dict[str, Any]:
     git = ["git", "-C", str(root), "-c", "safe.directory=*"]
     try:
         found = subprocess.run(
-            [*git, "rev-parse", "HEAD", "--show-toplevel"], capture_output=True, text=True, timeout=20
+            [*git, "rev-parse", "HEAD", "--show-toplevel"], capture_output=True, timeout=20
         )
-        commit, _, top = found.stdout.strip().partition("\n")
+        commit, _, top = os.fsdecode(found.stdout).strip().partition("\n")
         # A repository that the checkout was only unpacked into says nothing about it.
         if found.returncode == 0 and Path(top).resolve() == root.resolve():
-            status = subprocess.run(
-                [*git, "status", "--porcelain"], capture_output=True, text=True, timeout=20
-            )
+            status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, timeout=20)
             dirty = bool(status.stdout.strip()) if status.returncode == 0 else None
             return {"commit": commit, "dirty": dirty, "commit_source": "git"}
     except (OSError, subprocess.TimeoutExpired):
@@ -237,7 +261,8 @@ def require_gpu() -> Gpu:
     gpu = find_gpu()
     if gpu is None:
         raise EnvironmentFault(
-            "device = cuda: NVML finds no NVIDIA GPU on this machine (allowed here: device: cpu, or auto)"
+            f"device = cuda: NVML finds no NVIDIA GPU on this machine: {_search()}"
+            " (allowed here: device: cpu, or auto)"
         )
     if "+cpu" in _version("torch"):
         raise EnvironmentFault(f"device = cuda: torch {_version('torch')} is a build without CUDA")

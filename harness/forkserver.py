@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -32,6 +33,8 @@ from harness.process import die_with_parent
 
 ADDRESS_VARIABLE = "ATTENTION_BENCH_FORK_SERVER"
 STREAMS = (0, 1, 2)
+STARTED = b" "  # what a script hears when its job runs; its exit code follows (int() ignores the blank)
+SECONDS_TO_END = 10.0
 
 
 class ForkServer:
@@ -44,9 +47,20 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        """Start it; where that fails it says so, and the jobs do without."""
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._start(listener)
+        except OSError as fault:  # a full temporary folder, or one with too long a name for a socket
+            os.environ.pop(ADDRESS_VARIABLE, None)
+            self.stop()
+            print(f"no fork server ({fault}): each job imports torch itself", file=sys.stderr, flush=True)
+        finally:
+            listener.close()
+
+    def _start(self, listener: socket.socket) -> None:
         self._folder = tempfile.mkdtemp(prefix="attention-bench-")  # mode 0700: nobody else's jobs
         address = os.path.join(self._folder, "socket")
-        listener = socket.socket(socket.AF_UNIX)
         listener.bind(address)
         listener.listen(64)
         os.environ[ADDRESS_VARIABLE] = address
@@ -67,41 +81,56 @@ class ForkServer:
             stdin=subprocess.DEVNULL,
             env=environment,
         )
-        listener.close()
 
     def stop(self) -> None:
         if self._process is not None:
             self._process.terminate()
-            self._process.wait()
+            try:
+                self._process.wait(SECONDS_TO_END)
+            except subprocess.TimeoutExpired:  # it was stopped, or does not get to its signals
+                self._process.kill()
+                self._process.wait()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def run_in_fork_server(script: str) -> None:
-    """Have the server run this script and exit with its code; return at once where there is no server."""
+    """Have the server run this script and exit with its code; return at once where there is no server.
+
+    A server that ends before it has started the job is none; one that ends after that takes the job along.
+    """
     address = os.environ.pop(ADDRESS_VARIABLE, None)
-    if address is None:
-        return
+    if address is not None:
+        answer = _ask_server(address, script)
+        if answer.endswith("\n"):
+            sys.exit(int(answer))
+        if answer:
+            sys.exit("the fork server ended before the job did; run the same command again")
+    if importlib.util.find_spec("torch") is None:
+        sys.exit(
+            f"torch is not installed for {sys.executable}: `make` installs all there is in requirements.lock;"
+            " then run the same command again"
+        )
+
+
+def _ask_server(address: str, script: str) -> str:
+    """What the server says of the job: nothing, that it has STARTED, or then the code that it ended with."""
     request = {
         "script": os.path.abspath(script),
         "arguments": sys.argv[1:],
         "folder": os.getcwd(),
         "environment": dict(os.environ),
     }
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(address)
-    except OSError:
-        return  # the server is gone; the job can do without
     streams = array.array("i", STREAMS)
     message = json.dumps(request).encode() + b"\n"
-    try:
+    answer = b""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
         sent = connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
         connection.sendall(message[sent:])
-        answer = connection.makefile().readline()
-    except OSError:  # it ended before it had read the request
-        answer = ""
-    sys.exit(int(answer) if answer.strip() else "the fork server ended before the job did")
+        while chunk := connection.recv(64):
+            answer += chunk
+    return answer.decode()
 
 
 # ---- in the server ----
@@ -110,7 +139,10 @@ def run_in_fork_server(script: str) -> None:
 def serve(listener: socket.socket, modules: Sequence[str]) -> NoReturn:
     """Import the modules, then accept requests and fork jobs, until this process is terminated."""
     for module in modules:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except Exception as fault:
+            sys.exit(f"no fork server: {module} does not import ({type(fault).__name__}: {fault})")
 
     jobs: dict[int, socket.socket] = {}
     wake_reading, wake_writing = os.pipe()
@@ -154,7 +186,13 @@ def _accept_job(connection: socket.socket, listener: socket.socket) -> int | Non
         return None
     request = json.loads(message)
     server = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:  # no further process: the script may have more luck
+        for received in streams:
+            os.close(received)
+        connection.close()
+        return None
     if pid == 0:
         code = 1
         try:
@@ -172,6 +210,8 @@ def _accept_job(connection: socket.socket, listener: socket.socket) -> int | Non
             os._exit(code)
     for received in streams:
         os.close(received)
+    with contextlib.suppress(OSError):
+        connection.sendall(STARTED)
     return pid
 
 

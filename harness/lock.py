@@ -6,6 +6,7 @@ nothing to clean up.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -16,41 +17,38 @@ FOLDER_VARIABLE = "ATTENTION_BENCH_LOCKS"
 DEFAULT_FOLDER = "/tmp/attention-bench-locks"
 
 
+class LockFault(Exception):
+    """A lock that cannot be had, whoever holds it; the message is one line for a person."""
+
+
 @contextmanager
 def device_lock(name: str, *, shared: bool = False, waiting: Callable[[str], None] = print) -> Iterator[None]:
     """Hold the lock of the device called `name` (a GPU's UUID, or "cpu").
 
     A `shared` holder tolerates other shared ones: checks that are not timed may run side by side.
-    `waiting` is told once, in a sentence, when the lock is taken by another process.
+    `waiting` is told once, in a sentence, when the lock is taken by another process. Raises LockFault where
+    there can be no lock: without one nothing is measured.
     """
-    descriptor = _open(name)
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    folder = Path(os.environ.get(FOLDER_VARIABLE, DEFAULT_FOLDER))
     try:
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting(f"waiting: another process is measuring on {name}")
-            fcntl.flock(descriptor, kind)
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            # As /tmp itself: each user of the machine takes part.
+            folder.chmod(0o1777)
+        descriptor = _hold(
+            folder / f"{name}.lock",
+            fcntl.LOCK_SH if shared else fcntl.LOCK_EX,
+            lambda: waiting(f"waiting: another process is measuring on {name}"),
+        )
+    except OSError as fault:
+        raise LockFault(
+            f"nothing can be measured on {name} without its lock, and {folder} gives none ({fault.strerror}):"
+            f" remove it, or name in {FOLDER_VARIABLE} a folder that all users of this machine can write to"
+        ) from fault
+    try:
         yield
     finally:
         os.close(descriptor)
-
-
-def _open(name: str) -> int:
-    folder = Path(os.environ.get(FOLDER_VARIABLE, DEFAULT_FOLDER))
-    if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        # As /tmp itself: each user of the machine takes part.
-        folder.chmod(0o1777)
-    path = folder / f"{name}.lock"
-    try:
-        # Without O_CREAT first: Linux refuses it for another user's file in a sticky folder.
-        # Read-only is enough for flock, and all that another user's umask may have left us.
-        return os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        os.fchmod(descriptor, 0o666)
-        return descriptor
 
 
 def hold_checkout(root: Path, waiting: Callable[[str], None]) -> int:
@@ -58,14 +56,59 @@ def hold_checkout(root: Path, waiting: Callable[[str], None]) -> int:
 
     Two runs in one checkout would delete each other's records. The second waits here, before it looks
     at what there is to do, and finds the first one's work done. The lock goes with the process, also
-    when it is killed; processes started from it do not inherit it.
+    when it is killed; processes started from it do not inherit it. Raises LockFault where there is no
+    folder for it.
     """
-    path = root / "results" / ".run.lock"
-    path.parent.mkdir(exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    folder = root / "results"
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        waiting("waiting: another run is going on in this checkout")
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
+        folder.mkdir(exist_ok=True)
+        return _hold(
+            folder / ".run.lock",
+            fcntl.LOCK_EX,
+            lambda: waiting("waiting: another run is going on in this checkout"),
+        )
+    except OSError as fault:
+        raise LockFault(
+            f"{folder} can take no results ({fault.strerror}): it must be a folder this user can write to"
+        ) from fault
+
+
+def _hold(path: Path, kind: int, waiting: Callable[[], None]) -> int:
+    """An open descriptor of the file, locked; `waiting` is called once if that takes a while."""
+    waited = False
+    while True:
+        descriptor = _open(path)
+        try:
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not waited:
+                    with contextlib.suppress(OSError):  # whoever reads this may be gone
+                        waiting()
+                waited = True
+                fcntl.flock(descriptor, kind)
+            if _is_still(path, descriptor):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # somebody cleaned up: others lock the file that is there now
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _open(path: Path) -> int:
+    try:
+        # Without O_CREAT first: Linux refuses it for another user's file in a sticky folder.
+        # Read-only is enough for flock, and all that another user's umask may have left us.
+        return os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        with contextlib.suppress(PermissionError):  # another user made it at the same moment
+            os.fchmod(descriptor, 0o666)
+        return descriptor

@@ -6,6 +6,8 @@ today's configuration and code ask for.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -45,6 +47,24 @@ MARKS = {
 }
 
 
+class WriteError(OSError):
+    """A file that cannot be written; says why, what became of it, and what to do."""
+
+    def __str__(self) -> str:
+        advice = next((text for numbers, text in ADVICE if self.errno in numbers), "See to that")
+        return (
+            f"{self.filename} cannot be written: {self.strerror}. What was there is untouched."
+            f" {advice}, and run the same command again."
+        )
+
+
+ADVICE = (
+    ((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space"),
+    ((errno.EACCES, errno.EPERM, errno.EROFS), "Let this user write there"),
+    ((errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY), "Move away what is in its place"),
+)
+
+
 class RecordError(ValueError):
     """A record file that cannot be read as a record of this schema version."""
 
@@ -79,6 +99,12 @@ class Record:
             raise ValueError(f"marks = {unknown!r}: must be among {', '.join(MARKS)}")
 
 
+CONTAINERS: dict[str, type[dict[str, Any]] | type[list[Any]]] = {
+    **dict.fromkeys(("spec", "values", "samples", "circumstances"), dict),
+    **dict.fromkeys(("marks", "cells"), list),
+}
+
+
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no white space: equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -90,19 +116,39 @@ def spec_digest(spec: dict[str, Any]) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader sees the old file or the whole new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Write `text` so that a reader sees the old file or the whole new one, never a part.
+
+    Raises WriteError where it cannot be written; the old file is then as it was.
+    """
+    temporary = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as fault:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        if isinstance(fault, OSError):
+            raise WriteError(fault.errno, fault.strerror, str(path)) from fault
         raise
+
+
+def require_writable(path: Path) -> None:
+    """Raise WriteError if a record could not be written to `path`: better now than after the measurement."""
+    if path.is_dir():
+        raise WriteError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    for file in (path, history_folder(path) / path.name):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=file.parent).close()
+        except OSError as fault:
+            raise WriteError(fault.errno, fault.strerror, str(file)) from fault
 
 
 def history_folder(path: Path) -> Path:
@@ -134,7 +180,7 @@ def read_record(path: Path) -> Record:
     """Read a record; raise RecordError, naming the file, if it is not one of this schema version."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise RecordError(f"{path}: not a readable record: {fault}") from fault
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:
@@ -142,6 +188,9 @@ def read_record(path: Path) -> Record:
     unknown = set(content) - {f.name for f in fields(Record)}
     if unknown:
         raise RecordError(f"{path}: unknown fields {', '.join(sorted(unknown))}")
+    for name, kind in CONTAINERS.items():
+        if not isinstance(content.get(name, kind()), kind):
+            raise RecordError(f"{path}: {name} is no JSON {'object' if kind is dict else 'array'}")
     try:
         return Record(**content)
     except (TypeError, ValueError) as fault:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.lock import hold_checkout
+from harness.lock import LockFault, hold_checkout
+from harness.record import WriteError, require_writable
 
 INSIDE_VARIABLE = "ATTENTION_BENCH_RUN"
 # What a command line asks for, by the names of Snakemake's options, that runs no job.
@@ -21,8 +22,13 @@ LOOKS = (
 
 
 def use_this_python() -> None:
-    """Have jobs run with the Python that runs Snakemake, whether or not its environment is activated."""
+    """Have jobs run with the Python that runs Snakemake, whether or not its environment is activated.
+
+    What they print reaches the terminal whatever its encoding lacks.
+    """
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
+    os.environ["PYTHONIOENCODING"] = f"{encoding}:replace"
 
 
 def only_looks(arguments: list[str]) -> bool:
@@ -46,7 +52,11 @@ def begin_run(folder: Path) -> None:
     """
     if INSIDE_VARIABLE in os.environ:
         return
-    hold_checkout(folder, lambda sentence: print(sentence, file=sys.stderr, flush=True))
+    try:
+        hold_checkout(folder, lambda sentence: print(sentence, file=sys.stderr, flush=True))
+        require_writable(folder / "results" / "record.json")
+    except (LockFault, WriteError) as fault:
+        sys.exit(str(fault))
     os.environ[INSIDE_VARIABLE] = str(os.getpid())
 
 
