@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from harness.clocks import Clock
 from harness.device import Device, open_device, pin_to_gpu
+from harness.digest import source_digest
 from harness.environment import (
     EnvironmentFault,
     describe,
@@ -137,7 +138,17 @@ class Supervision:
         )
 
     def _load_kernel(self) -> Kernel:
-        return load_kernel(self._spec["implementation"]["kernel"], self._options)
+        name = self._spec["implementation"]["kernel"]
+        kernel = load_kernel(name, self._options)
+        # Only now: an edit between the two would be measured under the name of the code before it.
+        planned = self._spec.get("source", {}).get("kernel")
+        if planned not in (None, source_digest(self._root / "kernels" / f"{name}.py", self._root)):
+            raise Verdict(
+                ERROR,
+                f"kernels/{name}.py, or what it imports, was changed after this job was planned:"
+                " run the same command again",
+            )
+        return kernel
 
     def _start_without_device(self) -> tuple[Kernel, dict[str, Any]]:
         return self._load_kernel(), {}

@@ -96,6 +96,16 @@ CELL_COLUMNS = (
     "allclose",
 )
 
+CORRECTNESS_COLUMNS = ("environment", "implementation", *CELL_COLUMNS, "marks")
+# Those that a reader may count on where there are no rows.
+BENCHMARK_COLUMNS = (
+    *("environment", "sweep", "seq_len", "implementation", "position", "twin_of", "marks"),
+    *PROBLEM_COLUMNS,
+    *(f"{what}_{name}" for what in ("latency", "memory") for name in ("status", "reason")),
+    *TIMING_COLUMNS,
+    *MEMORY_COLUMNS,
+)
+
 
 def load(job: Job, root: Path) -> Record:
     """A job's record, marked `stale` if its spec is not the job's; an unreadable one becomes an error."""

@@ -10,7 +10,7 @@ import pandas as pd
 
 from harness.record import write_atomically
 from workflow.command import plan_of, plan_parser
-from workflow.tables import benchmark_rows, correctness_rows
+from workflow.tables import BENCHMARK_COLUMNS, CORRECTNESS_COLUMNS, benchmark_rows, correctness_rows
 
 parser = plan_parser(__doc__)
 parser.add_argument("--benchmark", required=True, type=Path)
@@ -19,6 +19,10 @@ arguments = parser.parse_args()
 
 plan = plan_of(arguments, ROOT)
 grid = correctness_rows(plan, Path.cwd())
-write_atomically(arguments.correctness, pd.DataFrame(grid).to_csv(index=False))
 rows = benchmark_rows(plan, Path.cwd(), grid)
-write_atomically(arguments.benchmark, pd.DataFrame(rows).to_csv(index=False))
+for path, table, columns in (
+    (arguments.correctness, grid, CORRECTNESS_COLUMNS),
+    (arguments.benchmark, rows, BENCHMARK_COLUMNS),
+):
+    # A table without rows has its header all the same: whoever reads it asks for columns.
+    write_atomically(path, pd.DataFrame(table, columns=None if table else columns).to_csv(index=False))

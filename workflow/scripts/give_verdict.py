@@ -24,6 +24,7 @@ faults = fault_lines(pd.read_csv(arguments.benchmark), pd.read_csv(arguments.cor
 if faults:
     print(f"{len(faults)} cells are wrong, errors or timeouts:")
     print("\n".join(f"  {line}" for line in faults))
-    print("The tables above are complete; `snakemake` measures again what you change.")
+    print("The tables above are complete. `snakemake` measures again what you change, and")
+    print("`snakemake retry_failed` what is an error or a timeout for a reason that is gone.")
     sys.exit(f"{len(faults)} cells are wrong, errors or timeouts: they are listed above")
 write_atomically(arguments.output, "no cell is wrong, an error or a timeout\n")
