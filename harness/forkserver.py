@@ -65,18 +65,15 @@ class ForkServer:
         listener.listen(64)
         os.environ[ADDRESS_VARIABLE] = address
         # Snakemake gives its jobs one thread; numpy, which torch imports, reads this once.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(self._root)}
-        if "PYTHONPATH" in os.environ:
-            environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # This checkout's harness, whatever lies in the folder of the run: hence -P, and no PYTHONPATH,
+        # which could not name a folder with a colon in it.
+        program = (
+            "import sys; sys.path.insert(0, sys.argv.pop(1)); from harness.forkserver import main; main()"
+        )
+        numbers = [str(listener.fileno()), str(os.getpid())]
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "harness.forkserver",
-                str(listener.fileno()),
-                str(os.getpid()),
-                *self._modules,
-            ],
+            [sys.executable, "-P", "-c", program, str(self._root), *numbers, *self._modules],
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -263,7 +260,8 @@ def _ended() -> list[tuple[int, int]]:
         ended.append((pid, os.waitstatus_to_exitcode(status)))
 
 
-if __name__ == "__main__":
+def main() -> NoReturn:
+    """Serve on the socket with the number that is the first argument; the others as `ForkServer` has them."""
     die_with_parent(int(sys.argv[2]), signal.SIGTERM)
     # A terminal's Ctrl-C is for Snakemake, which then ends its jobs, and so this server's.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

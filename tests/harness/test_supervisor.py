@@ -234,6 +234,41 @@ def test_a_crash_is_found_though_a_forked_process_holds_the_pipe() -> None:
     assert found.outcomes[0].reason == "the process exited with code 7 (in step: doing it)"
 
 
+def test_a_copy_that_a_task_forks_of_itself_gives_no_result() -> None:
+    def come_back_in_both() -> int:
+        if (pid := os.fork()) != 0:
+            os.waitpid(pid, 0)
+        return 1
+
+    found = run(two, come_back_in_both, one)
+    assert statuses(found) == ["ok", "error", "ok"]
+    assert str(found.outcomes[1].reason).startswith("a copy of the process that it forked measured beside it")
+    assert [found.outcomes[index].result["value"] for index in (0, 2)] == [2, 1]
+
+
+def test_a_process_that_a_task_forked_and_waited_for_is_no_matter() -> None:
+    def fork_and_wait() -> int:
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        return os.waitpid(pid, 0)[1]
+
+    assert statuses(run(fork_and_wait, one)) == ["ok", "ok"]
+
+
+def test_where_no_process_can_be_forked_each_task_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", refuse)
+    for outcomes in (run(one, two).outcomes, side_by_side(one, two)):
+        assert [outcome.status for outcome in outcomes] == ["error", "error"]
+        assert "(Resource temporarily unavailable); end others, and run again" in str(outcomes[0].reason)
+    monkeypatch.undo()
+    assert statuses(run(one)) == ["ok"]
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 SUPERVISING = """
 import os, sys, time
 from harness.supervisor import supervise
