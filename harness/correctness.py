@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,17 @@ from harness.problem import MANTISSA_BITS, SMALLEST_NORMAL_EXPONENT, Problem
 from harness.record import ERROR, OK, OUT_OF_MEMORY, TIMEOUT, UNSUPPORTED, WRONG
 from harness.reference import reference_fp64, reference_same_dtype
 from harness.supervisor import Outcome, Verdict
-from harness.tensors import GuardedAllocations, fill, first_location, guards_touched, location, make_inputs
+from harness.tensors import (
+    GUARD_BYTE,
+    GuardedAllocations,
+    fill,
+    first_location,
+    guards_touched,
+    location,
+    make_inputs,
+    poison_free_memory,
+    same_bits,
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,39 @@ class Tolerance:
     relative: float
 
 
+# Every fault that the judge finds is of one of these kinds; a wrong cell's `fault_kind` names those found.
+FAULT_KINDS = {
+    "form": "what it returned is no tensor, or has another shape, dtype or device",
+    "not_finite": "the output has NaN or infinite values",
+    "uninitialised": "the output depends on memory that the kernel allocated and did not write",
+    "wrote_outside": "it wrote outside its inputs or outside what it allocated",
+    "inputs_changed": "it wrote into q, k or v",
+    "asynchronous": "it works on another stream, and the current one does not wait for it or it not for that",
+    "not_deterministic": "the same inputs gave other bits",
+    "stale_output": "other values in the same buffers gave the output of the values before",
+    "overwrote_output": "a later call changed the output of an earlier one",
+    "inaccurate": "values differ from what is right by more than is allowed",
+}
+# Rows of one head whose error is held against their own size: small outputs get a small bound.
+BLOCK_ROWS = 16
+# In renewed values the last query is so large that its scores overflow exp() in fp32.
+LARGE_QUERY = 30.0
+# What memory that a kernel allocates holds in a repeated call: huge in each floating dtype, and finite.
+OTHER_CONTENTS = 0x7B
+# Work that an interpreted kernel may have to do more than once; a call of the CPU's grid takes seconds.
+INTERPRETED_REPEAT_FLOP = 1 << 23
+# Cycles that inputs come late by, for a kernel that does not wait: about two milliseconds of a GPU.
+LATE_CYCLES = 4_000_000
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong, in words; `kind` is a key of FAULT_KINDS."""
+
+    kind: str
+    text: str
+
+
 @dataclass(frozen=True)
 class Judgement:
     """What the judge found in one output.
@@ -33,10 +76,12 @@ class Judgement:
     Errors are absolute. `error_row` and its siblings locate the largest error against the same-dtype
     reference, `unit_in_last_place` is the spacing of the dtype's numbers at the reference there, and
     `error_in_units` the error over it. `max_abs_error_fp64` is held against `bound_fp64` =
-    2 * `reference_error_fp64` + floor, as FlashAttention's tests do.
+    2 * `reference_error_fp64` + floor, as FlashAttention's tests do. `relative_error` is the largest
+    norm of the error of BLOCK_ROWS rows of a head over the norm of those rows, in fp64, and is held
+    against `relative_bound`, had from the same-dtype reference likewise.
     """
 
-    faults: list[str]
+    faults: list[Fault]
     max_abs_error: float | None = None
     error_batch: int | None = None
     error_head: int | None = None
@@ -48,6 +93,8 @@ class Judgement:
     max_abs_error_fp64: float | None = None
     reference_error_fp64: float | None = None
     bound_fp64: float | None = None
+    relative_error: float | None = None
+    relative_bound: float | None = None
     allclose: bool | None = None
 
     @property
@@ -55,15 +102,27 @@ class Judgement:
         return not self.faults
 
     @property
+    def fault_kinds(self) -> list[str]:
+        """The kinds of the faults found, each once, in the order of FAULT_KINDS."""
+        found = {fault.kind for fault in self.faults}
+        return [kind for kind in FAULT_KINDS if kind in found]
+
+    @property
     def reason(self) -> str | None:
-        return "; ".join(self.faults) or None
+        return "; ".join(f"{fault.text} ({fault.kind})" for fault in self.faults) or None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The figures of a record: all fields but the faults, and of a wrong output its `fault_kind`."""
+        figures = {name: value for name, value in asdict(self).items() if name != "faults"}
+        return figures if self.right else {**figures, "fault_kind": ", ".join(self.fault_kinds)}
 
 
 class Judge:
     """Knows the right answer to one problem with one set of inputs, and judges outputs against it.
 
-    The references are computed once, so that an implementation can be judged before and after it was
-    timed. Inputs are kept as copies too: a kernel that writes into them is found.
+    The references are computed once for a set of values, so that an implementation can be judged before
+    and after it was timed. Inputs are kept as copies too: a kernel that writes into them is found.
     """
 
     def __init__(
@@ -72,31 +131,65 @@ class Judge:
         self.problem = problem
         self.tolerance = tolerance
         self.inputs = inputs
+        # Rows from here on have a large query: only their error against fp64 is judged.
+        self._large_from = problem.seq_len_q
+        self._former: torch.Tensor | None = None  # the right answer for the values before these
         self._learn()
 
     def renew(self, seed: int) -> None:
         """Put other values into the same input buffers, and learn what is right for them.
 
         A kernel that returns what it computed before, or is right only the first times, is then found.
+        The last query, if there are others, is LARGE_QUERY times as large as the others: a softmax that
+        does not subtract the maximum overflows there.
         """
+        self._former = self._same_dtype
         del self._copies, self._exact, self._same_dtype  # long cells have no room for both
         fill(*self.inputs, seed=seed)
+        if self.problem.seq_len_q > 1:
+            self._large_from = self.problem.seq_len_q - 1
+            self.inputs[0][:, :, self._large_from :] *= LARGE_QUERY
         self._learn()
+
+    def deliver_late(self, device: Device) -> None:
+        """On a GPU, have the current stream write the inputs after a spin; until then they are zero.
+
+        A kernel that is called now and does not wait for the current stream reads zeros.
+        """
+        if device.kind != "cuda":
+            return
+        for tensor in self.inputs:
+            tensor.zero_()
+        device.synchronize()
+        torch.cuda._sleep(LATE_CYCLES)
+        for tensor, copy in zip(self.inputs, self._copies, strict=True):
+            tensor.copy_(copy)
 
     def _learn(self) -> None:
         inputs, problem = self.inputs, self.problem
         self._copies = tuple(tensor.clone() for tensor in inputs)
         self._exact = reference_fp64(*inputs, problem)
         self._same_dtype = reference_same_dtype(*inputs, problem)
-        self._reference_error = _max_abs_difference(self._same_dtype, self._exact)
+        self._reference = _distance(self._usual(self._same_dtype), self._usual(self._exact))
+        self._large_reference = _distance(self._large(self._same_dtype), self._large(self._exact))
         shifted = (self._same_dtype + 0.3) - 0.3
-        self._floor = 2 * _max_abs_difference(shifted, self._same_dtype)
-        if not math.isfinite(self._reference_error + self._floor):
+        self._floor = 2 * _distance(shifted, self._same_dtype).largest
+        # What rounding may cost where the reference was lucky: a unit, more in a block of few numbers,
+        # which may all be small by chance.
+        numbers = min(BLOCK_ROWS, problem.seq_len_q) * problem.head_dim
+        self._relative_floor = 2.0 ** -MANTISSA_BITS[problem.dtype] * (1 + 64 / numbers)
+        if not math.isfinite(self._reference.largest + self._large_reference.largest + self._floor):
             raise ValueError("the same-dtype reference is not finite for these inputs: nothing to judge by")
+
+    def _usual(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, :, : self._large_from]
+
+    def _large(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, :, self._large_from :]
 
     def judge(self, output: Any) -> Judgement:
         """Judge an output for these inputs; never raises for a bad output."""
-        faults = self._form_faults(output) + self._input_faults()
+        faults = self.form_faults(output) + self._input_faults()
         expected = self._exact
         if (
             not isinstance(output, torch.Tensor)
@@ -108,53 +201,75 @@ class Judge:
         if not bool(finite.all()):
             where = first_location(~finite)
             count = int((~finite).sum())
-            faults.append(f"{count} values are not finite, the first at {_place(where)}")
+            faults.append(Fault("not_finite", f"{count} values are not finite, the first at {_place(where)}"))
             return Judgement(faults)
         return self._compare(output, faults)
 
-    def _form_faults(self, output: Any) -> list[str]:
+    def form_faults(self, output: Any) -> list[Fault]:
+        """What is wrong with an output before its values are looked at."""
         if not isinstance(output, torch.Tensor):
-            return [f"returned {type(output).__name__}, not a tensor"]
+            return [Fault("form", f"returned {type(output).__name__}, not a tensor")]
         expected = self._same_dtype
         faults = []
         for name in ("shape", "dtype", "device"):
             found, wanted = getattr(output, name), getattr(expected, name)
             if found != wanted:
-                faults.append(f"{name} is {_plain(found)}, expected {_plain(wanted)}")
+                faults.append(Fault("form", f"{name} is {_plain(found)}, expected {_plain(wanted)}"))
         return faults
 
-    def _input_faults(self) -> list[str]:
+    def _input_faults(self) -> list[Fault]:
         faults = []
         for name, tensor, copy in zip("qkv", self.inputs, self._copies, strict=True):
             if not torch.equal(tensor, copy):
-                faults.append(f"the input {name} was changed")
+                faults.append(Fault("inputs_changed", f"the input {name} was changed"))
                 tensor.copy_(copy)
             if guards_touched(tensor):
-                faults.append(f"wrote outside the input {name}")
+                faults.append(Fault("wrote_outside", f"wrote outside the input {name}"))
         return faults
 
-    def _compare(self, output: torch.Tensor, faults: list[str]) -> Judgement:
-        expected = self._same_dtype.to(output.dtype)
-        errors = (output.double() - expected.double()).abs()
+    def _compare(self, output: torch.Tensor, faults: list[Fault]) -> Judgement:
+        usual = self._usual(output)
+        expected = self._usual(self._same_dtype).to(output.dtype)
+        errors = (usual.double() - expected.double()).abs()
         worst = location(int(errors.flatten().argmax()), errors.shape)
         max_error = float(errors[worst])
         # The reference's value there: that of the output is the kernel's own, and may be anything.
         value = float(expected[worst])
         unit = unit_in_last_place(value, self.problem.dtype)
-        close = errors <= self.tolerance.absolute + self.tolerance.relative * expected.double().abs()
-        all_close = bool(close.all())
-        if not all_close:
+        all_close = bool(self._within_tolerance(errors, expected).all())
+        # The reference's own error at a place is not held against a kernel that is nearer to what is right.
+        close = self._within_tolerance(errors - self._reference_errors(), expected)
+        exact = _distance(usual, self._usual(self._exact))
+        bound = 2 * self._reference.largest + self._floor
+        relative_bound = 2 * self._reference.relative + self._relative_floor
+        large_error = _distance(self._large(output), self._large(self._exact)).largest
+        large_bound = 2 * self._large_reference.largest + self._floor
+        said = []
+        if not bool(close.all()):
             count = int((~close).sum())
-            faults.append(
+            said.append(
                 f"{count} of {close.numel()} values differ beyond the tolerance from same-dtype attention,"
                 f" the first at {_place(first_location(~close))},"
                 f" the largest error {max_error:.3g} at {_place(worst)}"
             )
         del errors, close
-        exact_error = _max_abs_difference(output, self._exact)
-        bound = 2 * self._reference_error + self._floor
-        if exact_error > bound:
-            faults.append(f"error against fp64 {exact_error:.3g} exceeds {bound:.3g}")
+        if exact.largest > bound:
+            said.append(f"error against fp64 {exact.largest:.3g} exceeds {bound:.3g}")
+        if exact.relative > relative_bound:
+            said.append(
+                f"error of {BLOCK_ROWS} rows over their size {exact.relative:.3g} exceeds"
+                f" {relative_bound:.3g}, at batch {exact.batch}, head {exact.head}, from row {exact.row}"
+            )
+        if large_error > large_bound:
+            said.append(
+                f"error against fp64 {large_error:.3g} exceeds {large_bound:.3g} in row {self._large_from},"
+                f" whose query is {LARGE_QUERY:g} times as large"
+            )
+        if said and self._is_former(usual):
+            said = ["returned what was right for the values that were in the same buffers before"]
+            faults.append(Fault("stale_output", said[0]))
+        else:
+            faults += [Fault("inaccurate", text) for text in said]
         return Judgement(
             faults=faults,
             max_abs_error=max_error,
@@ -165,32 +280,127 @@ class Judge:
             value_there=value,
             unit_in_last_place=unit,
             error_in_units=max_error / unit,
-            max_abs_error_fp64=exact_error,
-            reference_error_fp64=self._reference_error,
+            max_abs_error_fp64=exact.largest,
+            reference_error_fp64=self._reference.largest,
             bound_fp64=bound,
+            relative_error=exact.relative,
+            relative_bound=relative_bound,
             allclose=all_close,
         )
 
+    def _within_tolerance(self, errors: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        return errors <= self.tolerance.absolute + self.tolerance.relative * expected.double().abs()
 
-def check_problem(kernel: Kernel, problem: Problem, device: Device, tolerance: Tolerance) -> dict[str, Any]:
-    """Judge one call on fresh inputs, its inputs and all it allocates lying between guard zones.
+    def _reference_errors(self) -> torch.Tensor:
+        return (self._usual(self._same_dtype).double() - self._usual(self._exact)).abs_()
 
-    Returns the judgement's figures; raises Verdict with `unsupported` or `wrong`.
+    def _is_former(self, output: torch.Tensor) -> bool:
+        if self._former is None:
+            return False
+        former = self._usual(self._former).to(output.dtype)
+        return bool(self._within_tolerance((output.double() - former.double()).abs(), former).all())
+
+
+def check_problem(
+    kernel: Kernel, problem: Problem, device: Device, tolerance: Tolerance, *, renewed: bool = True
+) -> dict[str, Any]:
+    """Judge calls on fresh inputs, the inputs and all that a call allocates lying between guard zones.
+
+    The second call has the same inputs and must give the same bits, though what it allocates holds other
+    bytes and, on a GPU, its inputs are written just before it. The third, if `renewed`, has other values
+    in the same buffers and must leave the outputs before it alone. An interpreted kernel is called once
+    where a call takes seconds. Returns the judgement's figures and the `judged_calls`; raises Verdict
+    with `unsupported` or `wrong`.
     """
     reason = kernel.unsupported(problem, device.target())
     if reason:
         raise Verdict(UNSUPPORTED, reason)
-    inputs = make_inputs(problem, device.kind)
-    judge = Judge(problem, inputs, tolerance)
-    with GuardedAllocations() as allocations:
-        output = kernel.attention(*inputs, causal=problem.causal)
+    judge = Judge(problem, make_inputs(problem, device.kind), tolerance)
+    calls = [_call(kernel, judge, device)]
+    found = calls[0].judgement
+    faults = list(found.faults)
+    again = not kernel.interpreted or problem.flop_count <= INTERPRETED_REPEAT_FLOP
+    if again and calls[0].copy is not None:
+        calls.append(_call(kernel, judge, device, contents=OTHER_CONTENTS, late=True))
+        faults += _new(faults, _repeat_faults(kernel, judge, device, *calls))
+        faults += _new(faults, calls[1].judgement.faults, "the second time, ")
+        if renewed:
+            judge.renew(problem.seed + 1)
+            calls.append(_call(kernel, judge, device))
+            faults += _new(faults, calls[2].judgement.faults, "with other values, ")
+            faults += _new(faults, _overwritten(calls))
+        found = next((call.judgement for call in calls if not call.judgement.right), found)
+    found = replace(found, faults=faults)
+    figures = {**found.figures, "judged_calls": len(calls)}
+    if not found.right:
+        raise Verdict(WRONG, str(found.reason), figures)
+    return figures
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A judged call; `copy` is the output as the current stream found it behind the call, if it has form."""
+
+    judgement: Judgement
+    output: Any
+    copy: torch.Tensor | None
+
+
+def _call(
+    kernel: Kernel, judge: Judge, device: Device, *, contents: int = GUARD_BYTE, late: bool = False
+) -> _Call:
+    poison_free_memory(judge.inputs[0], contents)
+    if late:
+        judge.deliver_late(device)
+    with GuardedAllocations(contents) as allocations:
+        output = kernel.attention(*judge.inputs, causal=judge.problem.causal)
+    copy = None if judge.form_faults(output) else output.clone()
+    device.synchronize()
     judgement = judge.judge(output)
     if allocations.touched:
-        judgement.faults.append("wrote outside a tensor it allocated")
-    figures = {name: value for name, value in asdict(judgement).items() if name != "faults"}
-    if not judgement.right:
-        raise Verdict(WRONG, str(judgement.reason), figures)
-    return figures
+        judgement.faults.append(Fault("wrote_outside", "wrote outside a tensor it allocated"))
+    if copy is not None and not same_bits(output, copy):
+        text = "the output was not there when the current stream came to the point behind the call"
+        judgement.faults.append(Fault("asynchronous", text))
+    return _Call(judgement, output, copy)
+
+
+def _repeat_faults(kernel: Kernel, judge: Judge, device: Device, first: _Call, second: _Call) -> list[Fault]:
+    """Why the second call gave other bits than the first, if it did."""
+    if _same_output(first, second):
+        return []
+    if not _same_output(first, _call(kernel, judge, device)):
+        return [Fault("not_deterministic", "the same inputs gave another output when it was called again")]
+    if not _same_output(first, _call(kernel, judge, device, contents=OTHER_CONTENTS)):
+        text = (
+            "the output changes with what is in the memory that it allocates: it reads what it did not write"
+        )
+        return [Fault("uninitialised", text)]
+    if device.kind == "cuda":
+        text = "the output changes when the current stream writes the inputs just before: it does not wait"
+        return [Fault("asynchronous", text)]
+    return [Fault("not_deterministic", "the same inputs gave another output once")]
+
+
+def _same_output(left: _Call, right: _Call) -> bool:
+    return left.copy is not None and right.copy is not None and same_bits(left.copy, right.copy)
+
+
+def _overwritten(calls: Sequence[_Call]) -> list[Fault]:
+    for call in calls[:-1]:
+        if (
+            call.copy is not None
+            and "asynchronous" not in call.judgement.fault_kinds
+            and not same_bits(call.output, call.copy)
+        ):
+            return [Fault("overwrote_output", "the output of an earlier call was changed by a later one")]
+    return []
+
+
+def _new(known: Sequence[Fault], found: Sequence[Fault], when: str = "") -> list[Fault]:
+    """The faults found of a kind that is not known yet, said to be of that call."""
+    kinds = {fault.kind for fault in known}
+    return [Fault(fault.kind, when + fault.text) for fault in found if fault.kind not in kinds]
 
 
 def grid_status(outcomes: Sequence[Outcome]) -> tuple[str, str | None]:
@@ -210,9 +420,48 @@ def unit_in_last_place(value: float, dtype: str) -> float:
     return float(2.0 ** (exponent - MANTISSA_BITS[dtype]))
 
 
-def _max_abs_difference(left: torch.Tensor, right: torch.Tensor) -> float:
+@dataclass(frozen=True)
+class _Distance:
+    """How far a tensor is from what is right: the largest absolute error, and the largest of a block of
+    rows relative to that block, with its place."""
+
+    largest: float = 0.0
+    relative: float = 0.0
+    batch: int = 0
+    head: int = 0
+    row: int = 0
+
+
+def _distance(found: torch.Tensor, right: torch.Tensor) -> _Distance:
+    """The distance of (batch, heads, rows, head_dim) tensors, in fp64; without rows it is none."""
+    if not found.numel():
+        return _Distance()
+    distances = []
     # Batch by batch: an fp64 copy of a whole long output is as large as the scores' chunk.
-    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(left, right, strict=True))
+    for batch, (a, b) in enumerate(zip(found, right, strict=True)):
+        difference = a.double() - b.double()
+        ratios = torch.nan_to_num(_block_norms(difference) / _block_norms(b.double()))
+        head, block = location(int(ratios.flatten().argmax()), ratios.shape)
+        largest = float(difference.abs_().max())
+        row = max(0, min(block * BLOCK_ROWS, found.shape[2] - BLOCK_ROWS))
+        distances.append(_Distance(largest, float(ratios[head, block]), batch, head, row))
+    worst = max(distances, key=lambda distance: distance.relative)
+    return replace(worst, largest=max(distance.largest for distance in distances))
+
+
+def _block_norms(rows: torch.Tensor) -> torch.Tensor:
+    """The norms of each head's blocks of rows: (heads, blocks) from (heads, rows, head_dim).
+
+    The last block reaches back into the one before it, so that each has BLOCK_ROWS rows if there are as
+    many.
+    """
+    squares = rows.square().sum(dim=-1)
+    size = min(BLOCK_ROWS, squares.shape[1])
+    whole = squares.shape[1] // size * size
+    sums = squares[:, :whole].unflatten(1, (-1, size)).sum(dim=-1)
+    if whole < squares.shape[1]:
+        sums = torch.cat([sums, squares[:, -size:].sum(dim=-1, keepdim=True)], dim=1)
+    return torch.sqrt(sums)
 
 
 def _place(index: tuple[int, ...]) -> str:

@@ -13,6 +13,7 @@ from harness.problem import Problem
 GUARD_BYTES = 4096
 # Every byte of a guard zone: 0xFF is NaN in each floating dtype, and no count or index.
 GUARD_BYTE = 0xFF
+POISONED_BLOCKS = 3
 
 
 def make_inputs(
@@ -44,15 +45,20 @@ def fill(*tensors: torch.Tensor, seed: int) -> None:
         tensor.normal_(generator=generator)
 
 
-def _guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor of the shape with GUARD_BYTES of guard before and behind it, poisoned too."""
+def _guarded(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, contents: int = GUARD_BYTE
+) -> torch.Tensor:
+    """A contiguous tensor with GUARD_BYTES of guard before and behind it, each of its bytes `contents`."""
     item = dtype.itemsize
     count = 1
     for length in shape:
         count *= length
     storage = torch.empty(2 * GUARD_BYTES + count * item, dtype=torch.uint8, device=device)
     storage.fill_(GUARD_BYTE)
-    return storage[GUARD_BYTES : GUARD_BYTES + count * item].view(dtype).view(shape)
+    inside = storage[GUARD_BYTES : GUARD_BYTES + count * item]
+    if contents != GUARD_BYTE:
+        inside.fill_(contents)
+    return inside.view(dtype).view(shape)
 
 
 def guards_touched(tensor: torch.Tensor) -> bool:
@@ -62,16 +68,35 @@ def guards_touched(tensor: torch.Tensor) -> bool:
     return any(bool((zone != GUARD_BYTE).any()) for zone in zones)
 
 
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and one dtype of 2 bytes are the same, NaN and signs of 0 included."""
+    return torch.equal(left.view(torch.int16), right.view(torch.int16))
+
+
+def poison_free_memory(like: torch.Tensor, contents: int) -> None:
+    """Fill blocks as large as a tensor with a byte, and free them.
+
+    PyTorch's caching allocator hands them out again, also to an operator that allocates out of the sight
+    of GuardedAllocations: a result that it does not write then shows.
+    """
+    blocks = [
+        torch.full((like.numel() * like.itemsize,), contents, dtype=torch.uint8, device=like.device)
+        for _ in range(POISONED_BLOCKS)
+    ]
+    del blocks
+
+
 class GuardedAllocations(TorchDispatchMode):
     """While active, every empty or zero tensor a kernel asks PyTorch for lies between guard zones.
 
-    The bytes of an empty one are poisoned as well, so that an output which is not written shows as NaN.
-    `touched` tells afterwards whether something was written outside. What PyTorch's C++ operators
-    allocate for themselves does not pass here.
+    The bytes of an empty one are `contents`, by default those of NaN, so that an output which is not
+    written shows. `touched` tells afterwards whether something was written outside. What an operator
+    that is registered with PyTorch allocates for itself does not pass here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, contents: int = GUARD_BYTE) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._contents = contents
         self._allocated: list[torch.Tensor] = []
 
     @classmethod
@@ -86,7 +111,10 @@ class GuardedAllocations(TorchDispatchMode):
         if func.overloadpacket not in _UNINITIALISED | _ZEROED or not _replaceable(result):
             return result
         dense = _guarded(
-            (result.untyped_storage().nbytes() // result.dtype.itemsize,), result.dtype, result.device
+            (result.untyped_storage().nbytes() // result.dtype.itemsize,),
+            result.dtype,
+            result.device,
+            self._contents,
         )
         if func.overloadpacket in _ZEROED:
             dense.zero_()

@@ -46,7 +46,8 @@ def compile_one(kernel: Kernel, options: Options, report_step: ReportStep) -> di
 
 
 def check(bench: Bench, options: Options, report_step: ReportStep) -> dict[str, object]:
-    return check_problem(bench.kernel.with_options(options), problem, bench.device, tolerance)
+    kernel = bench.kernel.with_options(options)
+    return check_problem(kernel, problem, bench.device, tolerance, renewed=False)
 
 
 def time(bench: Bench, contenders: list[Options], report_step: ReportStep) -> dict[str, object]:
