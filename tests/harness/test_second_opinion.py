@@ -92,7 +92,7 @@ def test_timers_disagree_beyond_ten_percent_and_five_microseconds(
         ("_flash_forward", "_flash_forward"),
         ("Memset (Device)", "Memset (Device)"),
         (
-            "void at::native::(anonymous namespace)::cunn_SoftMaxForwardSmem<8, c10::Half, long>(float*, long)",
+            "void at::native::(anonymous namespace)::cunn_SoftMaxForwardSmem<8, long>(float*, long)",
             "at::native::cunn_SoftMaxForwardSmem",
         ),
         ("void flash::flash_fwd_kernel(flash::Flash_fwd_params)", "flash::flash_fwd_kernel"),

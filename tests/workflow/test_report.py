@@ -75,7 +75,7 @@ class TestThePage:
     def test_one_process_is_not_an_experiment(self):
         benchmark, grid = h200()
         assert "Each latency comes from one process." in page(benchmark, grid)
-        assert "pooled over 3 processes" in page(benchmark.assign(process_count=3), grid)
+        assert "the median of 3 processes" in page(benchmark.assign(process_count=3), grid)
 
     def test_memory_its_law_and_its_workspace_come_from_the_table(self):
         benchmark, grid = h200()
