@@ -21,7 +21,7 @@ from harness.record import (
     canonical_json,
     read_record,
 )
-from workflow.plan import CORRECTNESS, MEMORY, TIMING, Job, Plan
+from workflow.plan import CORRECTNESS, MEMORY, TIMING, TUNING, Job, Plan
 
 TIMING_COLUMNS = (
     "latency_ms",
@@ -134,11 +134,19 @@ def _options_today(plan: Plan, job: Job, root: Path) -> str | None:
     assert job.seq_len is not None
     winner = plan.winner_file(job.sweep, job.implementation, job.seq_len)
     if winner is not None:
-        try:
-            options.update(json.loads((root / winner).read_text(encoding="utf-8"))["options"])
-        except (OSError, ValueError, KeyError, TypeError):
+        won = _won(root / winner)
+        if won is None:
             return None
+        options.update(won)
     return canonical_json(options)
+
+
+def _won(winner: Path) -> dict[str, Any] | None:
+    """The options in a file that tuning wrote; None if it cannot be read."""
+    try:
+        return dict(json.loads(winner.read_text(encoding="utf-8"))["options"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def stale_records(plan: Plan, root: Path) -> list[str]:
@@ -148,6 +156,8 @@ def stale_records(plan: Plan, root: Path) -> list[str]:
         if (root / job.path).exists():
             record = load_measurement(plan, job, root) if job.phase in (TIMING, MEMORY) else load(job, root)
             unreadable = record.status == ERROR and not record.started_at  # what `load` makes of it
+            if job.phase == TUNING and (winner := (root / job.path).with_suffix(".winner.json")).exists():
+                unreadable = unreadable or _won(winner) is None
             if "stale" in record.marks or unreadable:
                 stale.append(job.path)
     return stale
