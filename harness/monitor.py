@@ -80,7 +80,8 @@ class GpuMonitor:
         self._read()
         if self._neighbours is not None:
             self._neighbours.look()
-        self._nvml.nvmlShutdown()
+        with contextlib.suppress(self._nvml.NVMLError):  # it must not hide what CUDA says of a GPU that is lost
+            self._nvml.nvmlShutdown()
 
     def _poll(self) -> None:
         readings = 0
