@@ -80,7 +80,7 @@ class GpuMonitor:
         self._read()
         if self._neighbours is not None:
             self._neighbours.look()
-        with contextlib.suppress(self._nvml.NVMLError):  # it must not hide what CUDA says of a GPU that is lost
+        with contextlib.suppress(self._nvml.NVMLError):  # what CUDA says of a lost GPU counts
             self._nvml.nvmlShutdown()
 
     def _poll(self) -> None:
