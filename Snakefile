@@ -40,6 +40,7 @@ rule all:
         FIGURES,
         "results/benchmark.csv",
         "results/correctness.csv",
+        "results/comparison.csv",
         "results/verdict.txt",
 
 

@@ -89,6 +89,7 @@ def load_config(raw: Mapping[str, Any], kernels_folder: Path) -> dict[str, Any]:
         raise faults.error(raw)
     config: dict[str, Any] = _with_defaults(plain, schema, schema)
     _check_implementations(config, kernels_folder, faults)
+    _check_baseline(config, faults)
     _check_warm_up(config, faults)
     _check_sweeps(config, faults)
     _check_tolerances(config, faults)
@@ -279,6 +280,14 @@ def _check_sweeps(config: dict[str, Any], faults: _Faults) -> None:
             if faults.sound(*place) and implementation not in known:
                 problem = f"is not in implementations; {_instead(implementation, known)}"
                 faults.add(place, problem, implementation)
+
+
+def _check_baseline(config: dict[str, Any], faults: _Faults) -> None:
+    if not (faults.sound("baseline") and faults.sound("implementations")):
+        return
+    baseline, known = config["baseline"], list(config["implementations"])
+    if baseline is not None and baseline not in known:
+        faults.add(("baseline",), f"is not in implementations; {_instead(baseline, known)}", baseline)
 
 
 def _check_tolerances(config: dict[str, Any], faults: _Faults) -> None:

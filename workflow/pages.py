@@ -174,6 +174,31 @@ def memory_page(rows: pd.DataFrame) -> str:
     return _sweep_page("Peak memory", rows, table)
 
 
+def comparison_page(rows: pd.DataFrame) -> str:
+    """One sweep's comparisons: ratios with their intervals, verdicts, and what each cell resolves."""
+    table = [
+        {
+            "seq_len": Number(row["seq_len"], ".0f"),
+            "kind": str(row["kind"]),
+            "implementation": str(row["implementation"]),
+            "against": str(row["against"]),
+            "ratio": Number(row["ratio"]),
+            "interval from": Number(row["ratio_low"]),
+            "to": Number(row["ratio_high"]),
+            "in cycles": Number(row["cycles_ratio"]),
+            "from": Number(row["cycles_ratio_low"]),
+            "up to": Number(row["cycles_ratio_high"]),
+            "verdict": _text(row["verdict"]),
+            "A/A spread (%)": Number(row["aa_spread"] * 100, ".2g"),
+            "resolves (%)": Number(row["resolvable_difference"] * 100, ".2g"),
+            "reason": _text(row["reason"]),
+        }
+        for row in rows.astype({"aa_spread": float, "resolvable_difference": float}).to_dict("records")
+    ]
+    title = "Comparisons" + (f", sweep {rows['sweep'].iloc[0]}" if len(rows) else "")
+    return table_page(title, [], table)
+
+
 def _sweep_page(quantity: str, rows: pd.DataFrame, table: list[dict[str, Any]]) -> str:
     notes = [problem_line(rows)]
     used = {mark for row in table for mark in row["marks"].split()}

@@ -15,8 +15,10 @@ import pandas as pd
 from tabulate import tabulate
 
 from harness.record import MARKS, OK
+from workflow.comparisons import COMPARISON_COLUMNS
 from workflow.render import GIB, environment_line, first_names, grid_table, legend, problem_line, sweep_table
 from workflow.tables import table_text
+from workflow.verdicts import verdict_lines, verdict_section
 
 INTERPRETED = "interpreted"
 # Marks that make a number doubtful as such; a comparison that uses it repeats them.
@@ -26,15 +28,20 @@ CONFIDENCE = 0.95  # an interval that covers less is said to
 
 
 def report_page(
-    benchmark: pd.DataFrame, grid: pd.DataFrame, environment: dict[str, Any], figures: Sequence[str] = ()
+    benchmark: pd.DataFrame,
+    grid: pd.DataFrame,
+    environment: dict[str, Any],
+    figures: Sequence[str] = (),
+    comparison: pd.DataFrame | None = None,
 ) -> str:
     """The page; `figures` are paths relative to it, named `<sweep>_<quantity>.svg` and `error.svg`."""
+    comparison = pd.DataFrame(columns=list(COMPARISON_COLUMNS)) if comparison is None else comparison
     parts = [
         "# Report",
         environment_line(environment, benchmark),
         asked(benchmark, grid),
         "## In short",
-        bullets(in_short(benchmark, grid)),
+        bullets(in_short(benchmark, grid, comparison)),
     ]
     if not grid.empty:
         parts += [
@@ -55,6 +62,7 @@ def report_page(
                 process_note(rows),
                 image(f"{sweep}_throughput", f"throughput against sequence length, sweep {sweep}", figures),
                 bullets(throughput_story(first_names(rows))),
+                *verdict_section(comparison, sweep),
             ]
         if measured(rows, "memory"):
             parts += [
@@ -109,7 +117,7 @@ def asked(benchmark: pd.DataFrame, grid: pd.DataFrame) -> str:
     return text
 
 
-def in_short(benchmark: pd.DataFrame, grid: pd.DataFrame) -> list[str]:
+def in_short(benchmark: pd.DataFrame, grid: pd.DataFrame, comparison: pd.DataFrame) -> list[str]:
     """The page's findings, a line each."""
     right: list[str] = []
     not_right: list[str] = []
@@ -125,6 +133,7 @@ def in_short(benchmark: pd.DataFrame, grid: pd.DataFrame) -> list[str]:
     for sweep, rows in _groups(benchmark, "sweep"):
         if measured(rows, "latency"):
             lines.append(f"Sweep {table_text(sweep)}: {winners(first_names(rows))}")
+            lines += verdict_lines(comparison, sweep)
     if benchmark.empty:
         return lines
     empty = sum(len(missing(benchmark, phase)) for phase in ("latency", "memory"))

@@ -55,7 +55,7 @@ COUNTS_OR_NONE = "a list, without duplicates, each an integer of at least 1"
 BOOLEAN = "a boolean (YAML reads yes, no, on and off as booleans)"
 NULL = "null (nothing is written below the key)"
 NUMBER_AS_TEXT = "text (--config gives what is in a list or a mapping as text)"
-TOP_KEYS = "device, time_limit_s, implementations, correctness, timing, tuning, sweeps"
+TOP_KEYS = "device, time_limit_s, implementations, baseline, correctness, timing, tuning, sweeps"
 TIMING_KEYS = (
     "processes, samples, samples_interpreted, second_timer_seq_lens, warm_up_min_s, warm_up_max_s,"
     " lock_sm_clock_mhz"
@@ -314,6 +314,14 @@ BAD = {
             "correctness.tolerances.fp16.absolute = 2: must be at most 0.1",
             "correctness.tolerances.fp16.relative = -1: must be at least 0",
         ],
+    ),
+    "baseline that is not measured": (
+        changed(("baseline", "naiv")),
+        ['baseline = "naiv": is not in implementations; must be naive'],
+    ),
+    "baseline that is no name": (
+        changed(("baseline", 1)),
+        ["baseline = 1: must be the name of an implementation, or null, not a number"],
     ),
     "too few samples": (
         changed(("timing", {"samples": 1, "samples_interpreted": 0, "processes": {"cuda": 0}})),
@@ -612,7 +620,8 @@ def test_shipped_configs_are_valid(name, kernels):
 
 def test_the_default_config_writes_out_the_schemas_defaults(kernels):
     raw = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
-    needed = {key: raw[key] for key in load_schema()["required"]}
+    # Which implementation is the baseline is a choice, as the implementations are.
+    needed = {key: raw[key] for key in (*load_schema()["required"], "baseline")}
     assert load_config(needed, kernels) == load_config(raw, kernels)
 
 

@@ -8,6 +8,7 @@ rule publish:
         pages=[
             "results/benchmark.csv",
             "results/correctness.csv",
+            "results/comparison.csv",
             "report/benchmark.md",
             "report/report.md",
         ],

@@ -47,6 +47,7 @@ REPORTED_TABLES = [
     )
     for phase, quantity, category, what in (
         (TIMING, "latency", "Latency", "latency and throughput"),
+        (TIMING, "comparison", "Latency", "comparisons and their certainty"),
         (MEMORY, "memory", "Memory", "memory"),
     )
     for sweep in SWEEPS_WITH[phase]
@@ -118,6 +119,7 @@ rule render_report:
         script=ancient(ROOT / "workflow/scripts/render_report.py"),
         benchmark="results/benchmark.csv",
         correctness="results/correctness.csv",
+        comparison="results/comparison.csv",
         environment=PLAN.environment_file,
     output:
         page="report/report.md",
@@ -134,7 +136,7 @@ rule render_report:
         "write the report"
     shell:
         "python {input.script:q} --benchmark {input.benchmark:q} --correctness {input.correctness:q}"
-        " --environment {input.environment:q} --figures {params.figures:q} --page {output.page:q}"
+        " --comparison {input.comparison:q} --environment {input.environment:q} --figures {params.figures:q} --page {output.page:q}"
         " --tables {output.tables:q} > {log:q} 2>&1"
 
 

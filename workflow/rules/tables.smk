@@ -9,6 +9,7 @@ rule aggregate:
     output:
         benchmark="results/benchmark.csv",
         correctness="results/correctness.csv",
+        comparison="results/comparison.csv",
     log:
         "logs/aggregate.log",
     conda:
@@ -25,7 +26,7 @@ rule aggregate:
     shell:
         "python {input.script:q} --config {params.config:q} --device {params.device}"
         " --environment {params.environment:q} --benchmark {output.benchmark:q}"
-        " --correctness {output.correctness:q} > {log:q} 2>&1"
+        " --correctness {output.correctness:q} --comparison {output.comparison:q} > {log:q} 2>&1"
 
 
 rule render_benchmark:

@@ -1,0 +1,175 @@
+"""Records become ratios, verdicts and sentences; on series recorded on an H200, clocks not locked."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from harness.record import ERROR, OK, Record, write_record
+from workflow.comparisons import COMPARISON_COLUMNS, comparison_rows
+from workflow.config import load_config
+from workflow.pages import comparison_page
+from workflow.plan import TIMING, Plan
+from workflow.verdicts import verdict_lines, verdict_section
+
+ROOT = Path(__file__).resolve().parents[2]
+SERIES = json.loads(gzip.decompress((ROOT / "tests/data/h200/aa_series.json.gz").read_bytes()))["cells"]
+
+
+def plan_of(**changes: Any) -> Plan:
+    config = {
+        "implementations": {
+            "sdpa": {"kernel": "sdpa"},
+            "triton": {"kernel": "triton_flash"},
+            "again": {"kernel": "triton_flash"},
+        },
+        "baseline": "sdpa",
+        "sweeps": {
+            "article": {
+                "batch": 1,
+                "heads": 16,
+                "head_dim": 64,
+                "causal": False,
+                "dtype": "fp16",
+                "seq_lens": {"cuda": [512, 2048]},
+            }
+        },
+        **changes,
+    }
+    return Plan(load_config(config, ROOT / "kernels"), "cuda", "h200", ROOT)
+
+
+def recorded(plan: Plan, name: str, seq_len: int, first: int, factor: float = 1.0) -> tuple[Record, str]:
+    """Five of the recorded processes as a record of the plan, each sample `factor` times as long."""
+    job = plan.sweep_job(TIMING, "article", name, seq_len)
+    series = SERIES[f"article {seq_len} {'sdpa' if name == 'sdpa' else 'triton'}"]
+    samples = {
+        "cold_ms": [[factor * ms for ms in process] for process in series["cold_ms"][first : first + 5]],
+        "sm_clock_mhz": series["sm_clock_mhz"][first : first + 5],
+    }
+    values = {"latency_ms": factor, "working_set_bytes": 1, "flop_count": 1, "options": "{}"}
+    record = Record(
+        TIMING, job.spec, OK, values=values, samples=samples, started_at="2026-12-02T12:00:00.000000Z"
+    )
+    return record, job.path
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> tuple[Plan, Path]:
+    plan = plan_of()
+    job = plan.roofline_job()
+    values = {"read_bytes_per_second": 1e12, "matrix_teraflops_per_second": 1.0, "flush_proven": True}
+    write_record(Record(job.phase, job.spec, OK, values=values), tmp_path / job.path)
+    for seq_len in (512, 2048):
+        winner = plan.winner_file("article", "triton", seq_len)
+        assert winner is not None
+        (tmp_path / winner).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / winner).write_text('{"options": {}}')
+        for name, first in (("sdpa", 0), ("triton", 5), ("again", 10)):
+            record, path = recorded(plan, name, seq_len, first)
+            write_record(record, tmp_path / path)
+    return plan, tmp_path
+
+
+def rows_of(plan: Plan, root: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
+    rows = comparison_rows(plan, root)
+    assert all(tuple(row) == COMPARISON_COLUMNS or set(row) == set(COMPARISON_COLUMNS) for row in rows)
+    return {(row["kind"], row["implementation"], row["seq_len"]): row for row in rows}
+
+
+def frame(plan: Plan, root: Path) -> pd.DataFrame:
+    return pd.DataFrame(comparison_rows(plan, root), columns=list(COMPARISON_COLUMNS))
+
+
+def test_each_cell_has_its_baseline_and_its_twin(measured: tuple[Plan, Path]) -> None:
+    rows = rows_of(*measured)
+    assert set(rows) == {
+        (kind, name, seq_len)
+        for kind, name in (("baseline", "triton"), ("twin", "again"))
+        for seq_len in (512, 2048)
+    }
+    for seq_len in (512, 2048):
+        twin = rows["twin", "again", seq_len]
+        assert twin["against"] == "triton"
+        assert twin["verdict"] not in ("FASTER", "SLOWER")
+        assert 0 < twin["aa_spread"] < twin["resolvable_difference"] < 0.05
+    assert rows["baseline", "triton", 2048]["verdict"] == "SLOWER"
+    assert rows["baseline", "triton", 2048]["ratio_low"] > 1
+
+
+def test_an_edit_is_told_against_what_the_kernel_was(measured: tuple[Plan, Path]) -> None:
+    plan, root = measured
+    record, path = recorded(plan, "triton", 2048, 15, factor=1.1)
+    source = {**record.spec["source"], "kernel": "0123456789abcdef"}
+    former = replace(record, spec={**record.spec, "source": source}, started_at="2026-12-01T12:00:00.000000Z")
+    current = (root / path).read_text()
+    write_record(former, root / path)
+    (root / path).write_text(current)
+    rows = rows_of(plan, root)
+    edit = rows["edit", "triton", 2048]
+    assert edit["verdict"] == "FASTER"
+    assert edit["ratio"] == pytest.approx(1 / 1.1, rel=0.02)
+    assert edit["before_measured_at"] == "2026-12-01T12:00:00.000000Z"
+    section = "\n".join(verdict_section(frame(plan, root), "article"))
+    assert "What the last edit of a kernel did" in section
+    assert "2026-12-01T12:00" in section
+
+
+def test_what_has_no_latency_is_compared_with_nothing_and_says_why(measured: tuple[Plan, Path]) -> None:
+    plan, root = measured
+    job = plan.sweep_job(TIMING, "article", "sdpa", 512)
+    write_record(Record(TIMING, job.spec, ERROR, reason="killed"), root / job.path)
+    row = rows_of(plan, root)["baseline", "triton", 512]
+    assert row["verdict"] is None
+    assert row["ratio"] is None
+    assert row["reason"] == "sdpa has no latency (error)"
+
+
+def test_a_stale_row_is_compared_with_nothing(measured: tuple[Plan, Path]) -> None:
+    plan, root = measured
+    record, path = recorded(plan, "triton", 512, 5)
+    write_record(replace(record, spec={**record.spec, "processes": 7}), root / path)
+    rows = rows_of(plan, root)
+    assert rows["baseline", "triton", 512]["reason"] == "triton is stale"
+    assert rows["twin", "again", 512]["reason"] == "triton is stale"
+
+
+def test_without_twins_or_a_baseline_less_is_said(measured: tuple[Plan, Path]) -> None:
+    _, root = measured
+    alone = plan_of(implementations={"sdpa": {"kernel": "sdpa"}, "triton": {"kernel": "triton_flash"}})
+    row = rows_of(alone, root)["baseline", "triton", 512]
+    assert row["verdict"] == "UNCLEAR"
+    assert "no A/A twins" in row["reason"]
+    assert row["ratio"] is not None
+    assert {kind for kind, _, _ in rows_of(plan_of(baseline=None), root)} == {"twin"}
+
+
+def test_the_page_tells_verdicts_and_what_the_run_resolves(measured: tuple[Plan, Path]) -> None:
+    table = frame(*measured)
+    section = "\n".join(verdict_section(table, "article"))
+    assert section.startswith("### How sure are the differences?")
+    assert "triton and again are the same kernel, measured twice" in section
+    ratio = table.query("kind == 'baseline' and seq_len == 2048")["ratio"].iloc[0]
+    assert re_row(section, 2048).startswith(f"| 2048      | triton | sdpa      | {ratio:.3f} ")
+    (line,) = verdict_lines(table, "article")
+    assert line.startswith("triton against sdpa: ")
+    assert "SLOWER at" in line
+    page = comparison_page(table)
+    assert page.count("<tr") == len(table) + 1
+    assert "<h1>Comparisons, sweep article</h1>" in page
+
+
+def re_row(text: str, seq_len: int) -> str:
+    return next(line for line in text.splitlines() if line.startswith(f"| {seq_len} "))
+
+
+def test_a_sweep_that_compares_nothing_has_no_section() -> None:
+    empty = pd.DataFrame(columns=list(COMPARISON_COLUMNS))
+    assert verdict_section(empty, "article") == []
+    assert verdict_lines(empty, "article") == []

@@ -1,0 +1,121 @@
+"""results/comparison.csv: each implementation against the baseline, its twin, and itself before an edit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.comparison import Comparison, Measured, Ratio, Twins, before_edit, compare, edit_effect
+from harness.record import OK, Record
+from workflow.plan import TIMING, Plan
+from workflow.tables import held_against, load, load_measurement
+
+BASELINE = "baseline"
+TWIN = "twin"
+EDIT = "edit"
+COMPARISON_COLUMNS = (
+    "environment",
+    "sweep",
+    "seq_len",
+    "kind",
+    "implementation",
+    "against",
+    "verdict",
+    "reason",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "cycles_ratio",
+    "cycles_ratio_low",
+    "cycles_ratio_high",
+    "aa_spread",
+    "resolvable_difference",
+    "before_measured_at",
+    "before_commit",
+)
+
+
+def comparison_rows(plan: Plan, root: Path) -> list[dict[str, Any]]:
+    """A row for each comparison of the run, by sweep and length.
+
+    `kind` says against what: the configuration's `baseline`, the first name of an A/A test (`twin`), or the
+    last measurement of another source of the same kernel (`edit`). Ratios are latencies over latencies.
+    """
+    roofline = load(plan.roofline_job(), root)
+    rows = []
+    for sweep in plan.config["sweeps"]:
+        if not plan.measures(sweep, TIMING):
+            continue
+        for seq_len in plan.seq_lens(sweep):
+            cell = {}
+            for name in plan.implementations(sweep):
+                job = plan.sweep_job(TIMING, sweep, name, seq_len)
+                cell[name] = (held_against(load_measurement(plan, job, root), roofline), root / job.path)
+            where = {"environment": plan.environment, "sweep": sweep, "seq_len": seq_len}
+            rows += [{**row, **where} for row in _of_a_cell(plan, cell)]
+    return rows
+
+
+def _of_a_cell(plan: Plan, cell: dict[str, tuple[Record, Path]]) -> Iterator[dict[str, Any]]:
+    baseline = plan.config["baseline"]
+    twins = _twins(plan, cell)
+    for name, (record, path) in cell.items():
+        first = plan.twin_of(name)
+        if first != name:
+            if first in cell:
+                yield _row(TWIN, name, first, _compared(record, cell[first][0], twins))
+            continue
+        if baseline in cell and name != baseline:
+            yield _row(BASELINE, name, baseline, _compared(record, cell[baseline][0], twins))
+        if _unusable(record) is None and (before := before_edit(record, path)) is not None:
+            row = _row(EDIT, name, name, edit_effect(before, record, twins))
+            source = before.circumstances.get("source", {})
+            yield {**row, "before_measured_at": before.started_at, "before_commit": source.get("commit")}
+
+
+def _twins(plan: Plan, cell: dict[str, tuple[Record, Path]]) -> Twins | None:
+    """The samples of the cell's first A/A test whose two sides have a number."""
+    for name, (record, _) in cell.items():
+        first = plan.twin_of(name)
+        if first != name and first in cell:
+            sides = (cell[first][0], record)
+            if all(_unusable(side) is None for side in sides):
+                return Measured.of(sides[0]), Measured.of(sides[1])
+    return None
+
+
+def _unusable(record: Record) -> str | None:
+    """Why a record's samples are compared with nothing; None if they may be."""
+    if record.status != OK:
+        return f"has no latency ({record.status})"
+    return next((f"is {mark}" for mark in ("interpreted", "stale") if mark in record.marks), None)
+
+
+def _compared(record: Record, other: Record, twins: Twins | None) -> Comparison | str:
+    """The comparison of two rows, or why there is none."""
+    for side in (record, other):
+        if (why := _unusable(side)) is not None:
+            return f"{side.spec['implementation']['name']} {why}"
+    return compare(Measured.of(record), Measured.of(other), twins)
+
+
+def _row(kind: str, name: str, against: str, found: Comparison | str) -> dict[str, Any]:
+    row = dict.fromkeys(COMPARISON_COLUMNS) | {"kind": kind, "implementation": name, "against": against}
+    if isinstance(found, str):
+        return {**row, "verdict": None, "reason": found}
+    return {
+        **row,
+        "verdict": found.verdict,
+        "reason": found.reason,
+        **_ratio("ratio", found.in_ms),
+        **_ratio("cycles_ratio", found.in_cycles),
+        "aa_spread": found.aa_spread,
+        "resolvable_difference": found.resolvable_difference,
+    }
+
+
+def _ratio(name: str, found: Ratio | None) -> dict[str, float | None]:
+    if found is None:
+        return {}
+    return {name: found.ratio, f"{name}_low": found.low, f"{name}_high": found.high}
