@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +61,26 @@ def begin_run(folder: Path) -> None:
         require_writable(folder / "results" / "record.json")
     except (LockFault, WriteError) as fault:
         sys.exit(str(fault))
+    bring_back_from_the_future([folder / "results", folder / "report"])
     os.environ[INSIDE_VARIABLE] = str(os.getpid())
+
+
+def bring_back_from_the_future(folders: list[Path]) -> None:
+    """Give files made before the system's clock was set back a modification time of just now, in order.
+
+    Snakemake takes each output made after them for a fault.
+    """
+    now = time.time_ns()
+    made = {path: path.lstat().st_mtime_ns for folder in folders for path in folder.rglob("*")}
+    late = sorted({moment for moment in made.values() if moment > now})
+    if not late:
+        return
+    print("the system's clock went back: what was made later than now counts as made now", file=sys.stderr)
+    for path, moment in made.items():
+        if moment > now:
+            now_in_order = now - 1000 * (len(late) - late.index(moment))
+            with contextlib.suppress(PermissionError):  # another user's
+                os.utime(path, ns=(now_in_order, now_in_order), follow_symlinks=False)
 
 
 def in_random_order(priority: int) -> Callable[[Any], float]:
@@ -67,3 +90,20 @@ def in_random_order(priority: int) -> Callable[[Any], float]:
     between those of this priority and of the next.
     """
     return lambda wildcards: priority + random.random()
+
+
+def renew_environment(file: Path, command: list[str]) -> None:
+    """Have the command write what this machine is once more, where its file is lost or unreadable.
+
+    Not left to the workflow: a job before the measurements that has to run has all of them run again. Where
+    nothing is measured yet it is the workflow's.
+    """
+    if not any(file.parent.glob("*/**/*.json")):
+        return
+    try:
+        if isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+            return
+    except (OSError, ValueError):
+        pass
+    print(f"{file} is lost or cannot be read: written once more", file=sys.stderr, flush=True)
+    subprocess.run(command, check=False)

@@ -9,7 +9,7 @@ from harness.forkserver import ForkServer
 from harness.record import canonical_json, spec_digest
 from workflow.config import ConfigError, load_config
 from workflow.plan import CORRECTNESS, MEMORY, ROOFLINE, SCRIPTS, TIMING, TUNING, Plan
-from workflow.session import begin_run, in_random_order, only_looks
+from workflow.session import begin_run, in_random_order, only_looks, renew_environment
 from workflow.tables import stale_records
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -35,6 +35,16 @@ if A_RUN:
 
 DEVICE = choose_device(CONFIG["device"])
 PLAN = Plan(CONFIG, DEVICE, environment_key(DEVICE), ROOT)
+
+if A_RUN:
+    renew_environment(
+        Path(PLAN.environment_file),
+        [
+            *(sys.executable, str(ROOT / "workflow/scripts/capture_environment.py")),
+            *("--device", DEVICE, "--key", PLAN.environment),
+            *("--output", PLAN.environment_file),
+        ],
+    )
 
 # A job that was killed may have left the GPU's clock locked; this run may have no job that would see it.
 if A_RUN and DEVICE == "cuda" and (gpu := find_gpu()):
