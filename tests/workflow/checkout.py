@@ -142,6 +142,8 @@ def small_config(**implementations: str) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load((ROOT / "config" / "small.yaml").read_text())
     config["device"] = "cpu"
     config["implementations"] = {name: {"kernel": kernel} for name, kernel in implementations.items()}
+    if config["baseline"] not in implementations:
+        config["baseline"] = None
     config["correctness"]["seq_lens"]["cpu"] = [33]
     config["sweeps"]["tiny"]["seq_lens"]["cpu"] = [32]
     return config

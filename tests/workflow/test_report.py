@@ -278,7 +278,8 @@ class TestTheRealReport:
         results = embedded(report, "results")
         assert set(results) == {
             *(f"report/figures/tiny_{quantity}.svg" for quantity in ("latency", "throughput", "memory")),
-            *(f"report/tables/{name}.html" for name in ("tiny_latency", "tiny_memory", "environment")),
+            *(f"report/tables/tiny_{name}.html" for name in ("latency", "comparison", "memory")),
+            "report/tables/environment.html",
             *(f"report/tables/{name}.html" for name in ("correctness", "correctness_cells")),
             "report/figures/error.svg",
         }
