@@ -1,0 +1,75 @@
+import pytest
+
+from tests.kernels.barrier_model import explore, partitions
+
+
+def without(operations, kind, barrier):
+    return [
+        operation for operation in operations if not (operation[0] == kind and operation[1][0] == barrier)
+    ]
+
+
+TILES = [[1], [2], [1, 1, 1], [2, 1], [1, 3], [2, 1, 2]]
+
+
+@pytest.mark.parametrize("blocks_of_tiles", TILES, ids=str)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_no_order_of_the_partitions_deadlocks_or_overwrites_a_buffer_in_use(blocks_of_tiles, stages):
+    assert explore(*partitions(blocks_of_tiles, consumers=2, stages=stages)) is None
+
+
+def test_three_consumers_and_more_stages_than_blocks_are_in_order_too():
+    assert explore(*partitions([1, 1], consumers=3, stages=2)) is None
+    assert explore(*partitions([1, 1], consumers=2, stages=4)) is None
+
+
+def test_one_slot_for_q_deadlocks_at_the_border_of_two_tiles():
+    # The next tile's Q would wait for this tile's O, and that for the next tile's first scores.
+    assert explore(*partitions([1, 1], q_slots=1)).startswith("deadlock")
+
+
+def test_one_stage_deadlocks():
+    # A consumer waits for the next unit before it gives this one back.
+    assert explore(*partitions([3], stages=1)).startswith("deadlock")
+
+
+@pytest.mark.parametrize("barrier", ["q_full", "full"])
+def test_a_consumer_that_does_not_wait_reads_a_buffer_that_is_not_there_yet(barrier):
+    counts, roles = partitions([2, 1])
+    roles["consumer 1"] = without(roles["consumer 1"], "wait", barrier)
+    assert "holds" in explore(counts, roles)
+
+
+@pytest.mark.parametrize("barrier", ["q_empty", "empty"])
+def test_a_producer_that_does_not_wait_overwrites_a_buffer_in_use(barrier):
+    counts, roles = partitions([3, 1, 1])
+    roles["producer"] = without(roles["producer"], "wait", barrier)
+    fault = explore(counts, roles)
+    assert "overwritten" in fault or "holds" in fault
+
+
+@pytest.mark.parametrize("barrier", ["q_empty", "empty"])
+def test_a_consumer_that_never_arrives_is_waited_for_forever(barrier):
+    counts, roles = partitions([2, 2, 2])
+    roles["consumer 0"] = without(roles["consumer 0"], "arrive", barrier)
+    assert explore(counts, roles).startswith("deadlock")
+
+
+@pytest.mark.parametrize(("buffer", "barrier"), [("v", "empty"), ("q", "q_empty")])
+def test_a_buffer_given_back_before_its_reader_was_waited_for_is_overwritten(buffer, barrier):
+    counts, roles = partitions([3, 1, 2])
+    operations = roles["consumer 0"]
+    for index, operation in enumerate(operations):
+        ends = [i for i in range(index) if operations[i][0] == "end" and operations[i][1][0] == buffer]
+        if operation[0] == "arrive" and operation[1][0] == barrier and ends:
+            operations.insert(ends[-1], operations.pop(index))
+    assert "overwritten" in explore(counts, roles)
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer 0"])
+def test_a_wait_for_the_other_parity_is_found(role):
+    counts, roles = partitions([2, 1, 1])
+    position = max(i for i, operation in enumerate(roles[role]) if operation[0] == "wait")
+    kind, barrier, parity = roles[role][position]
+    roles[role][position] = (kind, barrier, parity ^ 1)
+    assert explore(counts, roles) is not None
