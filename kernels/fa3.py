@@ -42,7 +42,7 @@ def attention(
     if reason is not None:
         raise ValueError(reason)
     if causal:
-        # FlashAttention-3 aligns the mask to the bottom right, which without keys that no row sees is the same.
+        # FlashAttention-3 aligns the mask to the bottom right: the same, without the keys that no row sees.
         k, v = k[:, :, :seq_len_q], v[:, :, :seq_len_q]
     forward = importlib.import_module(INTERFACE).flash_attn_func
     # Its layout is (batch, seq_len, heads, head_dim); only the last stride must be 1.

@@ -1,0 +1,309 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernels import gluon_hopper
+from kernels.gluon_hopper import attention
+from tests.kernels import barrier_model
+from tests.kernels.oracle import DEVICE, assert_close, formula, inputs
+
+CPU = SimpleNamespace(is_cuda=False, device="cpu", compute_capability=None)
+HOPPER = SimpleNamespace(is_cuda=True, device="cuda", compute_capability=(9, 0))
+SHARED_MEMORY_BYTES = 227 * 1024
+
+on_hopper = pytest.mark.skipif(
+    DEVICE != "cuda" or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+def problem(head_dim=64, causal=False, **changes):
+    values = {"batch": 1, "heads": 4, "kv_heads": 4, "seq_len_q": 512, "seq_len_k": 512, "dtype": "fp16"}
+    return SimpleNamespace(head_dim=head_dim, causal=causal, **{**values, **changes})
+
+
+def every_candidate():
+    found = []
+    for head_dim in (64, 128):
+        for option in gluon_hopper.candidates(problem(head_dim), HOPPER):
+            found.append((head_dim, option))  # noqa: PERF401
+    return found
+
+
+# ---- what needs no GPU ----
+
+
+def test_other_targets_and_head_dims_are_said_to_be_unsupported():
+    assert "a CPU" in gluon_hopper.unsupported(problem(), CPU)
+    for compute_capability in ((8, 0), (10, 0), (12, 0)):
+        other = SimpleNamespace(is_cuda=True, device="cuda", compute_capability=compute_capability)
+        assert "capability 9.0 alone" in gluon_hopper.unsupported(problem(), other)
+        assert gluon_hopper.candidates(problem(), other) == []
+    assert "head_dim 80" in gluon_hopper.unsupported(problem(80), HOPPER)
+    assert gluon_hopper.unsupported(problem(128, True), HOPPER) is None
+
+
+def test_tensors_elsewhere_are_refused():
+    with pytest.raises(ValueError, match=r"q is on cpu: expected a GPU of compute capability 9\.0"):
+        attention(*(torch.zeros(1, 1, 4, 64, dtype=torch.float16) for _ in range(3)), causal=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"consumers": 2}, "tile_k is None: expected a number; give all of consumers, tile_k, stages"),
+        ({"consumers": 4, "tile_k": 128, "stages": 2}, "consumers is 4"),
+        ({"consumers": 2, "tile_k": 96, "stages": 2}, "tile_k is 96"),
+        ({"consumers": 2, "tile_k": 128, "stages": 1}, "stages is 1: expected 2 at least"),
+        ({"consumers": 2, "tile_k": 128, "stages": 9}, "bytes of shared memory"),
+        ({"consumers": 2, "tile_k": 128, "stages": 2, "speed": 1}, "speed is not a launch option"),
+    ],
+)
+def test_launch_options_are_given_together_and_make_sense(options, message):
+    assert message in gluon_hopper.unsupported(problem(64), HOPPER, **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_len", [1024, 16384])
+def test_the_candidates_are_different_and_supported(head_dim, causal, seq_len):
+    cell = problem(head_dim, causal, seq_len_q=seq_len, seq_len_k=seq_len)
+    options = gluon_hopper.candidates(cell, HOPPER)
+    assert len({json.dumps(option) for option in options}) == len(options) >= 1
+    assert all(gluon_hopper.unsupported(cell, HOPPER, **option) is None for option in options)
+    assert gluon_hopper.candidates(cell, HOPPER, **options[0]) == options[:1]
+
+
+def test_the_barrier_model_has_as_many_slots_for_q_as_the_kernel():
+    assert gluon_hopper.Q_SLOTS.value == barrier_model.Q_SLOTS
+
+
+def test_only_what_tma_cannot_read_in_place_is_copied():
+    tensor = torch.zeros(2, 3, 40, 64, dtype=torch.float16)
+    in_place = [
+        tensor,
+        tensor.transpose(1, 2),
+        torch.zeros(2, 40, 3, 3, 64, dtype=torch.float16)[:, :, 1].transpose(1, 2),
+        torch.zeros(2, 3, 40, 72, dtype=torch.float16)[..., :64],
+        tensor[:1].as_strided((1, 3, 40, 64), (5, 2560, 64, 1)),
+    ]
+    copied = [
+        torch.zeros(2, 3, 40, 68, dtype=torch.float16)[..., :64],
+        torch.zeros(2 * 3 * 40 * 64 + 1, dtype=torch.float16)[1:].view(2, 3, 40, 64),
+        tensor[:, :1].expand(2, 3, 40, 64),
+    ]
+    assert all(gluon_hopper._readable(t) is t for t in in_place)
+    for t in copied:
+        copy = gluon_hopper._readable(t)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0
+        assert torch.equal(copy, t)
+    for t in (*in_place, *map(gluon_hopper._readable, copied)):
+        gluon_hopper._descriptor(t, 64)  # Triton's own checks of strides and alignment
+
+
+def test_the_memory_law_counts_the_tensors_alone():
+    assert gluon_hopper.memory_law(problem(kv_heads=2)) == 2 * (2 * 4 * 512 * 64 + 2 * 2 * 512 * 64)
+
+
+COMPILE = """
+import json, os, re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from kernels import gluon_hopper
+
+kernel = gluon_hopper._attention_forward
+cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+for head_dim, causal, dtype, options in json.loads(sys.argv[1]):
+    constants = gluon_hopper._constants(options, 1000, causal)
+    signature = {}
+    for name in kernel.arg_names:
+        if name.endswith("_descriptor"):
+            rows = options["tile_k"] if name[0] in "kv" else 64
+            layout = gluon_hopper._shared_layout()
+            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {head_dim}],{layout!r}>"
+        elif name in constants:
+            signature[name] = "constexpr"
+        else:
+            signature[name] = {"counter": "*i32", "scale": "fp32"}.get(name, "i32")
+    compiled = triton.compile(
+        GluonASTSource(kernel, signature, constants, {}),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4, "maxnreg": gluon_hopper.MAX_REGISTERS[options["consumers"]]},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run([cuobjdump, "-res-usage", cubin.name], capture_output=True, text=True)
+    print(json.dumps({
+        "stack": int(re.findall(r"STACK:(\\\\d+)", usage.stdout + usage.stderr)[-1]),
+        "shared": compiled.metadata.shared,
+        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "tma": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
+    }))
+""".replace("\\\\", "\\")
+
+
+@pytest.mark.slow
+def test_every_candidate_compiles_for_hopper_within_its_shared_memory_and_hardly_spills(tmp_path):
+    cells = [[d, causal, "bf16", option] for d, option in every_candidate() for causal in (False, True)]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(cells)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == len(cells)
+    for row in rows:
+        assert row["wgmma"] > 0
+        assert row["tma"] > 0
+        assert row["stack"] <= 64, row
+        assert row["shared"] <= SHARED_MEMORY_BYTES, row
+
+
+# ---- what needs a Hopper GPU ----
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("head_dim", "option"), every_candidate())
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_each_candidate_is_the_formula_for_any_length(head_dim, option, causal, dtype):
+    for length in (1, 3, 17, 63, 64, 65, 97, 127, 128, 129, 191, 193, 257, 385, 1000, 1023, 1025):
+        q, k, v = inputs(2, 4, 2, length, length, head_dim, dtype, seed=length)
+        assert_close(attention(q, k, v, causal=causal, **option), q, k, v, causal)
+    for seq_len_q, seq_len_k in ((77, 500), (500, 77)):
+        q, k, v = inputs(1, 3, 1, seq_len_q, seq_len_k, head_dim, dtype)
+        assert_close(attention(q, k, v, causal=causal, **option), q, k, v, causal)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("head_dim", "option"), every_candidate())
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_same_call_is_bit_identical(head_dim, option, causal):
+    q, k, v = inputs(2, 16, 4, 1111, 1111, head_dim)
+    first = attention(q, k, v, causal=causal, **option)
+    assert all(torch.equal(first, attention(q, k, v, causal=causal, **option)) for _ in range(50))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("head_dim", "option"), every_candidate())
+def test_small_integers_give_the_exact_answer(head_dim, option):
+    # Equal scores: the output is the mean of V's rows, here of 256, which fp16 holds exactly.
+    q, k, v = inputs(2, 16, 16, 512, 256, head_dim)
+    v = v.mul(4).round().clamp(-8, 8)
+    expected = v.double().mean(2, keepdim=True).half().double().expand(-1, -1, 512, -1)
+    for _ in range(20):
+        output = attention(torch.zeros_like(q), k, v, causal=False, **option)
+        assert torch.equal(output.double(), expected)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_after_the_last_row_and_between_rows_does_not_leak_in(causal):
+    views = []
+    for tensor in inputs(2, 4, 2, 150, 150, 64):
+        buffer = torch.full((*tensor.shape[:2], 300, 72), torch.nan, dtype=tensor.dtype, device=DEVICE)
+        view = buffer[:, :, :150, :64]
+        view.copy_(tensor)
+        views.append(view)
+    assert_close(attention(*views, causal=causal), *views, causal)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+def test_any_strides_and_an_odd_start_are_the_formula(causal):
+    q, k, v = inputs(2, 3, 3, 140, 140, 64)
+    odd = torch.zeros(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view(q.shape).copy_(q)
+    broadcast = k[:, :1].expand(k.shape)
+    transposed = v.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_close(attention(odd, broadcast, transposed, causal=causal), odd, broadcast, transposed, causal)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_scale_is_the_callers(scale, causal):
+    q, k, v = inputs(1, 2, 2, 140, 150, 64)
+    assert_close(attention(q, k, v, causal=causal, scale=scale), q, k, v, causal, scale=scale)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_inputs_scaled_by_thirty_do_not_overflow():
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = (30 * tensor for tensor in inputs(1, 2, 2, 300, 300, 64, dtype))
+        for causal in (False, True):
+            assert_close(attention(q, k, v, causal=causal), q, k, v, causal)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_nothing_is_written_around_the_output(monkeypatch):
+    q, k, v = inputs(2, 3, 3, 133, 133, 64)
+    zone = 65536
+    storage = torch.full((q.numel() + 2 * zone,), 12345.0, dtype=q.dtype, device=DEVICE)
+    storage[zone:-zone] = torch.nan
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: storage[zone:-zone].view(tensor.shape))
+    output = attention(q, k, v, causal=True)
+    monkeypatch.undo()
+    assert (storage[:zone] == 12345.0).all()
+    assert (storage[-zone:] == 12345.0).all()
+    assert_close(output, q, k, v, True)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_calls_on_two_streams_and_replays_of_a_graph_beside_them_are_right():
+    q, k, v = inputs(4, 16, 16, 1000, 1000, 64)
+    expected = attention(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attention(q, k, v, causal=True)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outputs = []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        graph.replay()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outputs.append(attention(q, k, v, causal=True))
+    torch.cuda.synchronize()
+    assert all(torch.equal(output, expected) for output in (captured, *outputs))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_rows_that_see_no_key_give_zero_and_no_rows_give_none():
+    for seq_len_q, seq_len_k, batch in ((5, 0, 1), (0, 5, 1), (5, 5, 0)):
+        q, k, v = inputs(batch, 2, 2, seq_len_q, seq_len_k, 64)
+        assert torch.equal(attention(q, k, v, causal=False), torch.zeros_like(q))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_more_than_two_to_the_31_elements_are_addressed_right():
+    length = 2**31 // 128 // 64 + 64
+    q = torch.randn(1, 64, 16, 128, dtype=torch.bfloat16, device="cuda")
+    k = torch.randn(1, 64, length, 128, dtype=torch.bfloat16, device="cuda")
+    v = torch.randn_like(k)
+    output = attention(q, k, v, causal=False)
+    error = (output[:, -1:].double() - formula(q[:, -1:], k[:, -1:], v[:, -1:], False)).abs().max().item()
+    assert error < 1e-3
