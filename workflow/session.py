@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -28,8 +29,11 @@ LOOKS = (
 def use_this_python() -> None:
     """Have jobs run with the Python that runs Snakemake, whether or not its environment is activated.
 
-    What they print reaches the terminal whatever its encoding lacks.
+    What they and Snakemake print reaches the terminal whatever its encoding lacks.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     os.environ["PYTHONIOENCODING"] = f"{encoding}:replace"

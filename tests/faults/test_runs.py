@@ -49,7 +49,7 @@ def complete(checkout: Checkout, **variables: str) -> str:
     assert set(rows["memory_status"]) == {"ok"}
     assert set(rows["latency_status"].dropna()) <= {"ok"}
     assert (rows["latency_ms"].dropna() > 0).all()
-    assert not rows["marks"].fillna("").str.contains("stale|grid").any()
+    assert not rows["marks"].astype(str).str.contains("stale|grid").any()
     assert set(checkout.csv("correctness")["status"]) == {"ok"}
     assert checkout.planned(*TARGETS) == {}
     return result.stdout
