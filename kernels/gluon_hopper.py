@@ -201,9 +201,28 @@ def _row_max(s, scale):
     return gl.maximum(gl.max(s, 1) * scale, -3.0e38)
 
 
+@gluon.constexpr_function
+def _turn(instruction, consumer):
+    # Named barriers 0 to 7 are the compiler's. Two warpgroups meet: one waits, the other only arrives.
+    return f"bar.{instruction} {8 + consumer}, 256; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def _take_turn(CONSUMER: gl.constexpr):
+    """Wait until the consumer before this one has issued its products."""
+    gl.inline_asm_elementwise(_turn("sync", CONSUMER), "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _pass_turn(CONSUMER: gl.constexpr):
+    """Let another consumer issue its products."""
+    gl.inline_asm_elementwise(_turn("arrive", CONSUMER), "=r", [], gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def _step(
     q, k, v, p, o, row_max, row_sum, first_row, first_key, seq_len_k, scale, next_full, next_phase,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One block: its scores and weights, while O takes in the weights of the block before.
@@ -212,8 +231,13 @@ def _step(
     and o (64, HEAD_DIM) in registers; row_max is (64,) and row_sum (64, 4).
     """
     zeros = gl.zeros([p.shape[0], p.shape[1]], gl.float32, S_LAYOUT)
+    if PING_PONG:
+        _take_turn(CONSUMER)
     s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
     o = warpgroup_mma(p, v, o, is_async=True)
+    if PING_PONG:
+        # The others multiply while this one computes its softmax.
+        _pass_turn((CONSUMER + 1) % CONSUMERS)
 
     s = warpgroup_mma_wait(1, deps=(s,))  # O is still under way
     if MASKED:
@@ -237,7 +261,7 @@ def _consumer(
     q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
     heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
     CONSUMERS: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, KEY_TAIL: gl.constexpr,
+    CAUSAL: gl.constexpr, KEY_TAIL: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of O, those with number CONSUMER, of one tile after the other."""
     TILE_Q: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
@@ -262,6 +286,8 @@ def _consumer(
     mbarrier.arrive(empty.index(0), count=1)
     mbarrier.wait(full.index(1 % STAGES), 1 // STAGES & 1)
 
+    if PING_PONG and CONSUMER == CONSUMERS - 1:
+        _pass_turn(0)  # consumer 0 has the first turn
     taken = 0
     unit = 1  # it is full, and its K and V are the next to be multiplied
     while tile < tiles:
@@ -292,7 +318,8 @@ def _consumer(
                 v = v_smem.index(stage).reshape([TILE_K, HEAD_DIM])
                 s, weights, o, row_max, row_sum, rescale = _step(
                     q, k, v, p, o, row_max, row_sum, first_row, (blocks - 1 - i) * TILE_K, seq_len_k, scale,
-                    full.index((unit + 1) % STAGES), (unit + 1) // STAGES & 1, True, CAUSAL, S_LAYOUT,
+                    full.index((unit + 1) % STAGES), (unit + 1) // STAGES & 1,
+                    CONSUMER, CONSUMERS, PING_PONG, True, CAUSAL, S_LAYOUT,
                 )  # fmt: skip
                 mbarrier.arrive(empty.index(stage), count=1)
                 o = o * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -304,7 +331,8 @@ def _consumer(
             v = v_smem.index(stage).reshape([TILE_K, HEAD_DIM])
             s, weights, o, row_max, row_sum, rescale = _step(
                 q, k, v, p, o, row_max, row_sum, first_row, 0, seq_len_k, scale,
-                full.index((unit + 1) % STAGES), (unit + 1) // STAGES & 1, False, CAUSAL, S_LAYOUT,
+                full.index((unit + 1) % STAGES), (unit + 1) // STAGES & 1,
+                CONSUMER, CONSUMERS, PING_PONG, False, CAUSAL, S_LAYOUT,
             )  # fmt: skip
             mbarrier.arrive(empty.index(stage), count=1)
             o = o * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -351,7 +379,7 @@ def _attention_forward(
     q_descriptor, k_descriptor, v_descriptor, o_descriptor, counter,
     heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
     CONSUMERS: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, KEY_TAIL: gl.constexpr,
+    CAUSAL: gl.constexpr, KEY_TAIL: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """Allocate shared memory and barriers, and send the warps to their partitions."""
     HEAD_DIM: gl.constexpr = k_descriptor.block_type.shape[3]
@@ -379,10 +407,10 @@ def _attention_forward(
             [
                 (_consumer, (0, o_descriptor, q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
-                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL)),
+                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG)),
                 (_consumer, (1, o_descriptor, q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
-                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL)),
+                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG)),
                 (_producer, (q_descriptor, k_descriptor, v_descriptor, counter,
                              q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k,
@@ -397,13 +425,13 @@ def _attention_forward(
             [
                 (_consumer, (0, o_descriptor, q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
-                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL)),
+                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG)),
                 (_consumer, (1, o_descriptor, q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
-                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL)),
+                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG)),
                 (_consumer, (2, o_descriptor, q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
-                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL)),
+                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG)),
                 (_producer, (q_descriptor, k_descriptor, v_descriptor, counter,
                              q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k,
@@ -418,7 +446,7 @@ def _attention_forward(
 
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (64, 128)
-OPTIONS = ("consumers", "tile_k", "stages")
+OPTIONS = ("consumers", "tile_k", "stages", "ping_pong")
 # Registers a thread at the launch, by the number of consumers: 65,536 for all warps, rounded as setmaxnreg
 # wants them.
 MAX_REGISTERS = {2: 168, 3: 128}
@@ -437,6 +465,7 @@ def attention(
     consumers: int | None = None,
     tile_k: int | None = None,
     stages: int | None = None,
+    ping_pong: bool | None = None,
 ) -> torch.Tensor:
     """softmax(scale * Q K^T) V on a Hopper GPU, forward only.
 
@@ -450,7 +479,9 @@ def attention(
     one of 1 left out, are positive multiples of 16 bytes; others are copied first.
 
     The launch: consumers warpgroups of 64 query rows each (2 or 3), tile_k keys a block, and stages units
-    of K and V in shared memory (2 at least). Give all three, or none for the first of `candidates`.
+    of K and V in shared memory (2 at least); with ping_pong the consumers take turns at the tensor cores,
+    so that one's softmax runs beside another's products. Give all four, or none for the first of
+    `candidates`.
 
     Raises ValueError for a bad argument (see `check_inputs`), for tensors that are not on a GPU of compute
     capability 9.0, for another head_dim, and for an incomplete or impossible set of launch options.
@@ -462,7 +493,12 @@ def attention(
         raise ValueError(f"q is on {q.device}: expected a GPU of compute capability 9.0 (Hopper)")
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"q has head_dim {head_dim}: expected 64 or 128")
-    options: dict[str, Any] = {"consumers": consumers, "tile_k": tile_k, "stages": stages}
+    options: dict[str, Any] = {
+        "consumers": consumers,
+        "tile_k": tile_k,
+        "stages": stages,
+        "ping_pong": ping_pong,
+    }
     if all(value is None for value in options.values()):
         options = _candidates(head_dim, bool(causal), seq_len_k)[0]
     _check_options(options, head_dim)
@@ -542,17 +578,18 @@ def _constants(options: Mapping[str, Any], seq_len_k: int, causal: bool) -> dict
         "STAGES": options["stages"],
         "CAUSAL": bool(causal),
         "KEY_TAIL": seq_len_k % options["tile_k"] != 0,
+        "PING_PONG": bool(options["ping_pong"]),
     }
 
 
 def _candidates(head_dim: int, causal: bool, seq_len_k: int) -> list[dict[str, Any]]:
-    two, three = {64: (4, 3), 128: (2, None)}[head_dim]
-    table = [{"consumers": 2, "tile_k": 128, "stages": two}]
-    if three is not None:
-        table.append({"consumers": 3, "tile_k": 128, "stages": three})
-    if head_dim == 64 and (not causal or seq_len_k > 4096):
-        table.reverse()
-    return table
+    ping_pong = not causal
+    two = {"consumers": 2, "tile_k": 128, "stages": {64: 4, 128: 2}[head_dim]}
+    three = {"consumers": 3, "tile_k": 128, "stages": 3}
+    shapes = [two]
+    if head_dim == 64:
+        shapes = [two, three] if causal and seq_len_k <= 4096 else [three, two]
+    return [{**shape, "ping_pong": turns} for turns in (ping_pong, not ping_pong) for shape in shapes]
 
 
 def _check_options(options: Mapping[str, Any], head_dim: int) -> None:

@@ -15,6 +15,8 @@ Operations are tuples:
     ("write", buffer, content)          fill a buffer now
     ("begin", buffer, content)          start to read asynchronously (wgmma, a TMA store): it must hold this
     ("end", buffer)                     that has been waited for
+    ("take", turn)                      go on once the turn has been passed here (a named barrier)
+    ("pass", turn)                      pass it on
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 Q_SLOTS = 2
 
 
-def partitions(blocks_of_tiles, consumers=2, stages=2, q_slots=Q_SLOTS):
+def partitions(blocks_of_tiles, consumers=2, stages=2, q_slots=Q_SLOTS, ping_pong=False):
     """The initial count of each barrier, and the operations of each partition.
 
     blocks_of_tiles holds, for each tile that the program takes, its number of blocks of keys.
@@ -33,7 +35,8 @@ def partitions(blocks_of_tiles, consumers=2, stages=2, q_slots=Q_SLOTS):
     counts |= {("empty", stage): consumers for stage in range(stages)}
     roles = {"producer": producer(blocks_of_tiles, consumers, stages, q_slots)}
     for number in range(consumers):
-        roles[f"consumer {number}"] = consumer(number, blocks_of_tiles, stages, q_slots)
+        turns = (("turn", number), ("turn", (number + 1) % consumers)) if ping_pong else None
+        roles[f"consumer {number}"] = consumer(number, blocks_of_tiles, stages, q_slots, turns)
     return counts, roles
 
 
@@ -68,7 +71,7 @@ def producer(blocks_of_tiles, consumers, stages, q_slots):
     return operations
 
 
-def consumer(number, blocks_of_tiles, stages, q_slots):
+def consumer(number, blocks_of_tiles, stages, q_slots, turns):
     operations = []
 
     def wait_full(unit):
@@ -93,11 +96,17 @@ def consumer(number, blocks_of_tiles, stages, q_slots):
     end_scores(0, 0)
     operations.append(("arrive", ("empty", 0)))
     wait_full(1)
+    if turns and turns[1] == ("turn", 0):
+        operations.append(("pass", turns[1]))
     unit = 1
     for taken, blocks in enumerate(blocks_of_tiles):
         for block in reversed(range(blocks - 1)):
+            if turns:
+                operations.append(("take", turns[0]))
             begin_scores(taken, block, unit)
             operations.append(("begin", ("v", unit % stages), (taken, block + 1)))
+            if turns:
+                operations.append(("pass", turns[1]))
             end_scores(taken, unit)
             wait_full(unit + 1)
             operations.append(("end", ("v", unit % stages)))
@@ -202,6 +211,13 @@ def _perform(operation, state, counts):
         under_way = tuple(sorted((*copies, (subject, buffer, operation[3])), key=repr))
         # From now until the copy lands, the buffer holds nothing that can be relied on.
         return barriers, under_way, _with(contents, buffer, None), readers
+    if kind == "take":
+        passed = dict(contents).get(subject)
+        return (barriers, copies, _with(contents, subject, None), readers) if passed else None
+    if kind == "pass":
+        if dict(contents).get(subject):
+            return f"{subject} is passed twice"
+        return barriers, copies, _with(contents, subject, True), readers
     if kind == "write":
         if dict(readers).get(subject) or any(other[1] == subject for other in copies):
             return f"{subject} is overwritten while it is in use"

@@ -18,6 +18,17 @@ def test_no_order_of_the_partitions_deadlocks_or_overwrites_a_buffer_in_use(bloc
     assert explore(*partitions(blocks_of_tiles, consumers=2, stages=stages)) is None
 
 
+@pytest.mark.parametrize("blocks_of_tiles", [[1, 3], [3, 2]], ids=str)
+def test_consumers_that_take_turns_are_in_order_too(blocks_of_tiles):
+    assert explore(*partitions(blocks_of_tiles, ping_pong=True)) is None
+
+
+def test_a_first_turn_that_nobody_passes_deadlocks():
+    counts, roles = partitions([3], ping_pong=True)
+    roles["consumer 1"] = without(roles["consumer 1"], "pass", "turn")
+    assert explore(counts, roles).startswith("deadlock")
+
+
 def test_three_consumers_and_more_stages_than_blocks_are_in_order_too():
     assert explore(*partitions([1, 1], consumers=3, stages=2)) is None
     assert explore(*partitions([1, 1], consumers=2, stages=4)) is None

@@ -56,12 +56,21 @@ def test_tensors_elsewhere_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"consumers": 2}, "tile_k is None: expected a number; give all of consumers, tile_k, stages"),
-        ({"consumers": 4, "tile_k": 128, "stages": 2}, "consumers is 4"),
-        ({"consumers": 2, "tile_k": 96, "stages": 2}, "tile_k is 96"),
-        ({"consumers": 2, "tile_k": 128, "stages": 1}, "stages is 1: expected 2 at least"),
-        ({"consumers": 2, "tile_k": 128, "stages": 9}, "bytes of shared memory"),
-        ({"consumers": 2, "tile_k": 128, "stages": 2, "speed": 1}, "speed is not a launch option"),
+        (
+            {"consumers": 2},
+            "tile_k is None: expected a number; give all of consumers, tile_k, stages, ping_pong",
+        ),
+        ({"consumers": 4, "tile_k": 128, "stages": 2, "ping_pong": False}, "consumers is 4"),
+        ({"consumers": 2, "tile_k": 96, "stages": 2, "ping_pong": False}, "tile_k is 96"),
+        (
+            {"consumers": 2, "tile_k": 128, "stages": 1, "ping_pong": False},
+            "stages is 1: expected 2 at least",
+        ),
+        ({"consumers": 2, "tile_k": 128, "stages": 9, "ping_pong": False}, "bytes of shared memory"),
+        (
+            {"consumers": 2, "tile_k": 128, "stages": 2, "ping_pong": False, "speed": 1},
+            "speed is not a launch option",
+        ),
     ],
 )
 def test_launch_options_are_given_together_and_make_sense(options, message):
