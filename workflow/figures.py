@@ -398,7 +398,8 @@ def _draw(axes: Axes, one: Series, seq_lens: Sequence[int]) -> None:
     axes.plot(seq_lens, values, color=style.colour, linestyle=style.dashes, lw=1.3, alpha=faint)
     for index, (seq_len, value) in enumerate(zip(one.seq_lens, one.values, strict=True)):
         if one.lows:
-            bars = [[value - one.lows[index]], [one.highs[index] - value]]
+            # Where a process's median is the median, a throughput's end may be rounded past it.
+            bars = [[max(0.0, value - one.lows[index])], [max(0.0, one.highs[index] - value)]]
             axes.errorbar(seq_len, value, yerr=bars, color=style.colour, capsize=4, lw=1.1, zorder=3)
         _marker(axes, seq_len, value, style, bool(one.hollow) and one.hollow[index])
     if one.laws:

@@ -102,7 +102,10 @@ def measured(rows: pd.DataFrame, phase: str) -> bool:
 def asked(benchmark: pd.DataFrame, grid: pd.DataFrame) -> str:
     """What the run set out to measure."""
     names = dict.fromkeys(
-        table_text(name) for table in (grid, benchmark) if not table.empty for name in table["implementation"]
+        table_text(name)
+        for table in (grid, first_names(benchmark))
+        if not table.empty
+        for name in table["implementation"]
     )
     cells = [len(cells) for _, cells in _groups(grid, "implementation")]
     sweeps = [

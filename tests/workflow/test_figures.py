@@ -218,3 +218,14 @@ def test_an_unknown_quantity_or_sweep_is_an_error():
         sweep_figure(benchmark, grid, "llm", "energy")
     with pytest.raises(ValueError, match="sweep = 'none'"):
         sweep_figure(benchmark, grid, "none", "latency")
+
+
+def test_an_interval_that_ends_at_the_median_is_drawn_though_rounding_moved_it_past():
+    benchmark, grid = h200()
+    for seq_len in sorted(set(benchmark["seq_len"])):
+        # Every value of a process count of two or five can be an end of its own interval.
+        rows = benchmark["seq_len"] == seq_len
+        benchmark.loc[rows, "latency_low_ms"] = benchmark.loc[rows, "latency_ms"] * (1 + 1e-15)
+        benchmark.loc[rows, "latency_high_ms"] = benchmark.loc[rows, "latency_ms"] * (1 - 1e-15)
+    for quantity in ("latency", "throughput"):
+        assert sweep_figure(benchmark, grid, "article", quantity).startswith("<?xml")
