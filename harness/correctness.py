@@ -52,7 +52,7 @@ FAULT_KINDS = {
 # Rows of one head whose error is held against their own size: small outputs get a small bound.
 BLOCK_ROWS = 16
 # In renewed values the last query is so large that its scores overflow exp() in fp32.
-LARGE_QUERY = 30.0
+LARGE_QUERY = 60.0
 # What memory that a kernel allocates holds in a repeated call: huge in each floating dtype, and finite.
 OTHER_CONTENTS = 0x7B
 # Work that an interpreted kernel may have to do more than once; a call of the CPU's grid takes seconds.
@@ -401,6 +401,14 @@ def _new(known: Sequence[Fault], found: Sequence[Fault], when: str = "") -> list
     """The faults found of a kind that is not known yet, said to be of that call."""
     kinds = {fault.kind for fault in known}
     return [Fault(fault.kind, when + fault.text) for fault in found if fault.kind not in kinds]
+
+
+def grid_cells(problems: Sequence[Problem], outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """The rows of a grid's record: each problem, how it ended and its figures, `fault_kind` if wrong."""
+    return [
+        {**asdict(problem), "status": outcome.status, "reason": outcome.reason, **outcome.result}
+        for problem, outcome in zip(problems, outcomes, strict=True)
+    ]
 
 
 def grid_status(outcomes: Sequence[Outcome]) -> tuple[str, str | None]:

@@ -1,7 +1,6 @@
 """Judge one implementation on the grid's cells of one seq_len: --spec JSON --output RECORD."""
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -12,7 +11,7 @@ from harness.forkserver import run_in_fork_server
 run_in_fork_server(__file__)
 
 from harness.command import job_arguments
-from harness.correctness import Tolerance, check_problem, grid_status
+from harness.correctness import Tolerance, check_problem, grid_cells, grid_status
 from harness.job import Bench, Supervision
 from harness.problem import Problem
 from harness.record import write_record
@@ -30,12 +29,8 @@ def work(bench: Bench, problem: Problem, report_step: ReportStep) -> dict[str, o
 
 
 def finish(outcomes: list[Outcome]) -> dict[str, object]:
-    cells = [
-        {**asdict(problem), "status": outcome.status, "reason": outcome.reason, **outcome.result}
-        for problem, outcome in zip(problems, outcomes, strict=True)
-    ]
     status, reason = grid_status(outcomes)
-    return {"status": status, "reason": reason, "cells": cells}
+    return {"status": status, "reason": reason, "cells": grid_cells(problems, outcomes)}
 
 
 with Supervision(spec, ROOT, time_limit_s=arguments.time_limit_s, timed=False) as job:

@@ -1,0 +1,36 @@
+"""Says at the end how many of the wrong kernels were caught: counted, not asserted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.wrong_kernels import faulty
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+torch.set_num_threads(1)
+
+CAUGHT = pytest.StashKey[dict[str, bool]]()
+
+
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> Callable[[str, bool], None]:
+    """Note of a wrong kernel whether it was caught."""
+    return request.config.stash.setdefault(CAUGHT, {}).__setitem__
+
+
+@pytest.fixture(autouse=True)
+def fresh_kernels() -> None:
+    faulty.forget()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    caught = config.stash.get(CAUGHT, {})
+    if caught:
+        terminalreporter.write_line(f"wrong kernels: {sum(caught.values())} of {len(caught)} caught")
+        for name in sorted(name for name, was in caught.items() if not was):
+            terminalreporter.write_line(f"  not caught: {name}")
