@@ -22,6 +22,7 @@ include: "workflow/rules/benchmark.smk"
 include: "workflow/rules/tables.smk"
 include: "workflow/rules/report.smk"
 include: "workflow/rules/publish.smk"
+include: "workflow/rules/diagnostic.smk"
 
 
 localrules:

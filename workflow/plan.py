@@ -22,13 +22,20 @@ TUNING = "tuning"
 TIMING = "timing"
 MEMORY = "memory"
 ROOFLINE = "roofline"
+DIAGNOSTIC = "sdpa_diagnostic"
 SCRIPTS = {
     CORRECTNESS: "workflow/scripts/check_correctness.py",
     TUNING: "workflow/scripts/tune.py",
     TIMING: "workflow/scripts/measure_timing.py",
     MEMORY: "workflow/scripts/measure_memory.py",
     ROOFLINE: "workflow/scripts/measure_roofline.py",
+    DIAGNOSTIC: "workflow/scripts/diagnose_sdpa.py",
 }
+
+DIAGNOSTIC_BACKENDS = ("default", "cudnn", "flash", "efficient", "math")
+# What a process of the diagnostic does first, and the kernel that it takes (harness/diagnostic.py).
+DIAGNOSTIC_PRIMINGS = {"isolated": None, "isolated_again": None, "after_naive": "naive", "after_matmul": None}
+WIDE_TOLERANCE = {"absolute": 0.016, "relative": 0.016}
 
 
 @dataclass(frozen=True)
@@ -242,6 +249,53 @@ class Plan:
             **self._clock_lock(),
         }
         return Job(ROOFLINE, None, "", None, f"{self.folder}/{ROOFLINE}.json", spec)
+
+    def diagnostic_jobs(self) -> list[Job]:
+        """The jobs of the SDPA diagnostic, which are no part of the run: a backend and a priming each."""
+        return [
+            self.diagnostic_job(backend, priming)
+            for backend in DIAGNOSTIC_BACKENDS
+            for priming in DIAGNOSTIC_PRIMINGS
+        ]
+
+    def diagnostic_job(self, backend: str, priming: str) -> Job:
+        """A job of the SDPA diagnostic; its `implementation` is the backend, its `sweep` the priming."""
+        settings = self.config[DIAGNOSTIC]
+        seq_len = settings["seq_len"][self.device]
+        primer = DIAGNOSTIC_PRIMINGS[priming]
+        kernels = {"kernel": "sdpa"} | ({"primer": primer} if primer else {})
+        sources = {
+            part: source_digest(self.root / "kernels" / f"{name}.py", self.root)
+            for part, name in kernels.items()
+        }
+        dtype, heads = settings["dtype"], settings["heads"]
+        problem = Problem(
+            batch=settings["batch"],
+            heads=heads,
+            kv_heads=heads,
+            seq_len_q=seq_len,
+            seq_len_k=seq_len,
+            head_dim=settings["head_dim"],
+            causal=settings["causal"],
+            dtype=dtype,
+        )
+        spec = {
+            "phase": DIAGNOSTIC,
+            "device": self.device,
+            "environment": self.environment,
+            "implementation": {"name": backend, "kernel": "sdpa", "options": {"backend": backend}},
+            "priming": priming,
+            "primer": primer,
+            "source": {**sources, "harness": self.harness_digests[DIAGNOSTIC]},
+            "problem": problem.to_dict(),
+            "processes": settings["processes"][self.device],
+            "diagnostic": {name: settings[name] for name in ("samples", "priming_s", "warm_up_s")},
+            # A configuration need not say what is right in a dtype that it uses nowhere else.
+            "tolerance": self.config["correctness"]["tolerances"].get(dtype, WIDE_TOLERANCE),
+            **self._clock_lock(),
+        }
+        path = f"{self.folder}/{DIAGNOSTIC}/{backend}/{priming}.json"
+        return Job(DIAGNOSTIC, priming, backend, seq_len, path, spec)
 
     def _clock_lock(self) -> dict[str, Any]:
         """What the spec of a job that is timed says of the GPU's clock: nothing where it is left alone."""

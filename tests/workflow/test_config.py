@@ -55,7 +55,9 @@ COUNTS_OR_NONE = "a list, without duplicates, each an integer of at least 1"
 BOOLEAN = "a boolean (YAML reads yes, no, on and off as booleans)"
 NULL = "null (nothing is written below the key)"
 NUMBER_AS_TEXT = "text (--config gives what is in a list or a mapping as text)"
-TOP_KEYS = "device, time_limit_s, implementations, baseline, correctness, timing, tuning, sweeps"
+TOP_KEYS = (
+    "device, time_limit_s, implementations, baseline, correctness, timing, tuning, sdpa_diagnostic, sweeps"
+)
 TIMING_KEYS = (
     "processes, samples, samples_interpreted, second_timer_seq_lens, warm_up_min_s, warm_up_max_s,"
     " lock_sm_clock_mhz"

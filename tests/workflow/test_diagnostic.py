@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from harness.comparison import UNCLEAR
 from harness.record import ERROR, OK, UNSUPPORTED, Record
 from tests.workflow.checkout import Checkout, small_config
 from workflow.config import load_config
@@ -136,6 +137,7 @@ def test_where_nothing_differs_no_explanation_is_supported():
     assert backend_choice(cells).verdict == NOT_SUPPORTED
     assert "those of cudnn" in backend_choice(cells).summary
     assert "math takes 18" in backend_choice(cells).summary
+    assert "slower by the 99 % intervals of 15 comparisons" in cold_start(cells).summary
     assert clocks(cells).verdict == NOT_SUPPORTED
     assert "nothing to explain" in clocks(cells).summary
 
@@ -152,6 +154,14 @@ def test_a_clock_that_moves_is_found_and_not_taken_for_a_slow_start():
     cells = synthetic(clock=lambda random: float(random.uniform(900, 1900)))
     assert clocks(cells).verdict == SUPPORTED
     assert cold_start(cells).verdict != SUPPORTED
+
+
+def test_one_process_leaves_the_question_of_a_slow_start_open():
+    cells = {
+        key: replace(record, samples={name: series[:1] for name, series in record.samples.items()})
+        for key, record in synthetic().items()
+    }
+    assert cold_start(cells).verdict == UNCLEAR
 
 
 def test_a_default_that_runs_other_kernels_is_found():
