@@ -16,7 +16,7 @@ from harness.device import CpuDevice, Device, open_device
 from harness.monitor import NoMonitor
 from harness.plugin import Kernel, load_kernel
 from harness.problem import Problem
-from harness.record import OK, WRONG
+from harness.record import OK, UNSUPPORTED, WRONG
 from harness.stopwatch import TimingSettings, time_attention
 from harness.supervisor import Outcome, Verdict
 from tests.wrong_kernels import faulty, triton_faulty
@@ -72,7 +72,7 @@ def judge(kernel: Kernel, problems: Sequence[Problem], *, to_the_end: bool = Tru
             if not to_the_end:
                 break
     rows = grid_cells(problems[: len(outcomes)], outcomes)
-    assert grid_status(outcomes)[0] == (OK if all(row["status"] == OK for row in rows) else WRONG)
+    assert (grid_status(outcomes)[0] == WRONG) == any(row["status"] == WRONG for row in rows)
     return rows
 
 
@@ -174,11 +174,14 @@ def random_problems(number: int, longest: int) -> list[Problem]:
         ("faulty", "tests.wrong_kernels", random_problems(200, 150)),
         ("naive", "kernels", random_problems(200, 150)),
         ("sdpa", "kernels", random_problems(200, 150)),
-        ("triton_flash", "kernels", random_problems(20, 48)),
+        ("triton_flash", "kernels", random_problems(12, 40)),
     ],
     ids=["tiled", "naive", "sdpa", "triton"],
 )
 def test_a_right_kernel_is_never_called_wrong(name: str, package: str, problems: list[Problem]) -> None:
-    rows = judge(load_kernel(name, {}, package=package), problems)
-    assert [row for row in rows if row["status"] != OK] == []
-    assert {row["judged_calls"] for row in rows} == {3}
+    kernel = load_kernel(name, {}, package=package)
+    rows = judge(kernel, problems)
+    assert [row for row in rows if row["status"] not in (OK, UNSUPPORTED)] == []
+    judged = [row for row in rows if row["status"] == OK]
+    assert len(judged) > 0.7 * len(problems)
+    assert kernel.interpreted or {row["judged_calls"] for row in judged} == {3}

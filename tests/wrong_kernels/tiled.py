@@ -11,8 +11,8 @@ HIDDEN = float("-inf")
 class Tiled:
     """softmax(scale * Q K^T) V over tiles of queries and keys, all batches and heads at once.
 
-    Each method is one step; a fault overrides one of them. `found_by` says where it shows: in the `grid`, only
-    after `timing`, or only on a `gpu`.
+    Each method is one step; a fault overrides one of them, and says by which `kind` the judge must call it
+    and where it shows (`found_by`): in the `grid`, only after `timing`, or only on a `gpu`.
     """
 
     tile_q = 64
