@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.correctness import Judge, Tolerance, check_problem, grid_status, unit_in_last_place
+from harness import correctness
+from harness.correctness import (
+    FAULT_KINDS,
+    LARGE_QUERY,
+    Judge,
+    Tolerance,
+    check_problem,
+    grid_cells,
+    grid_status,
+    unit_in_last_place,
+)
 from harness.device import CpuDevice
 from harness.supervisor import Outcome, Verdict
 from harness.tensors import make_inputs
@@ -94,6 +106,271 @@ def test_a_wrong_value_is_caught_by_the_tolerance_and_by_the_bound(
 ) -> None:
     says = "beyond the tolerance" if tolerance is None else "error against fp64"
     assert says in reason_against(attention, tolerance, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("attention", "kinds"),
+    [
+        (attentions.pair, "form"),
+        (attentions.single_precision, "form"),
+        (attentions.on_no_device, "form"),
+        (attentions.one_nan, "not_finite"),
+        (attentions.reads_behind_v, "not_finite"),
+        (attentions.output_not_written, "not_finite, uninitialised, inaccurate"),
+        (attentions.scales_q_in_place, "inputs_changed"),
+        (attentions.writes_behind_k, "wrote_outside"),
+        (attentions.writes_behind_its_output, "wrote_outside"),
+        (attentions.zeros, "inaccurate"),
+        (attentions.swaps_heads, "inaccurate"),
+    ],
+)
+def test_a_fault_has_a_kind_in_the_figures_and_in_the_reason(attention: Attention, kinds: str) -> None:
+    with pytest.raises(Verdict) as caught:
+        check(attention)
+    assert caught.value.result["fault_kind"] == kinds
+    for kind in kinds.split(", "):
+        assert kind in FAULT_KINDS
+        assert f"({kind})" in caught.value.reason
+
+
+def test_a_right_cell_has_no_kind_and_says_how_often_it_was_called() -> None:
+    figures = check(attentions.right)
+    assert "fault_kind" not in figures
+    assert figures["judged_calls"] == 3
+    problem = make_problem()
+    once_less = check_problem(
+        kernel_of(attentions.right), problem, CpuDevice(), TOLERANCES["fp16"], renewed=False
+    )
+    assert once_less["judged_calls"] == 2
+
+
+class InterpretedFunction:
+    """What Triton's interpreter makes of a kernel, by its name."""
+
+
+@pytest.mark.parametrize(("seq_len", "calls"), [(48, 3), (400, 1)])
+def test_an_interpreted_kernel_is_called_again_only_where_that_is_quick(seq_len: int, calls: int) -> None:
+    kernel = kernel_of(attentions.right, function=InterpretedFunction())
+    problem = make_problem(seq_len_q=seq_len, seq_len_k=seq_len)
+    figures = check_problem(kernel, problem, CpuDevice(), TOLERANCES["fp16"])
+    assert kernel.interpreted
+    assert figures["judged_calls"] == calls
+
+
+def kinds_against(attention: Attention, device: CpuDevice | None = None) -> tuple[str, str]:
+    with pytest.raises(Verdict) as caught:
+        check_problem(kernel_of(attention), make_problem(), device or CpuDevice(), TOLERANCES["fp16"])
+    return caught.value.result["fault_kind"], caught.value.reason
+
+
+def after(calls: int, fault: Attention) -> Attention:
+    """Right for some calls, then faulty."""
+    left = [calls]
+
+    def attention(*inputs: torch.Tensor, causal: bool) -> Any:
+        left[0] -= 1
+        return (attentions.right if left[0] >= 0 else fault)(*inputs, causal=causal)
+
+    return attention
+
+
+def test_every_call_is_judged() -> None:
+    kinds, reason = kinds_against(after(1, attentions.scales_q_in_place))
+    assert kinds == "inputs_changed"
+    assert reason.startswith("the second time, the input q was changed")
+    kinds, reason = kinds_against(after(2, attentions.writes_behind_its_output))
+    assert kinds == "wrote_outside"
+    assert reason == "with other values, wrote outside a tensor it allocated (wrote_outside)"
+    assert kinds_against(after(1, attentions.one_value_off))[0] == "not_deterministic, inaccurate"
+    assert kinds_against(after(2, attentions.pair))[0] == "form"
+
+
+def test_the_same_inputs_must_give_the_same_bits() -> None:
+    def differs(*inputs: torch.Tensor, causal: bool) -> torch.Tensor:
+        output = attentions.right(*inputs, causal=causal)
+        output[0, 0, 20, 3] *= 1 + 2**-10 * float(torch.rand(()) * 50 - 25) / 10
+        return output
+
+    assert kinds_against(differs)[0] == "not_deterministic"
+
+
+def test_what_depends_on_memory_that_was_not_written_is_found_though_it_is_right_at_first() -> None:
+    def hides_nan(*inputs: torch.Tensor, causal: bool) -> torch.Tensor:
+        output = attentions.right(*inputs, causal=causal)
+        return output + torch.empty_like(output).nan_to_num(0.0, 0.0, 0.0) * 1e-6
+
+    assert kinds_against(hides_nan)[0].split(", ")[0] == "uninitialised"
+
+
+def test_an_output_that_a_later_call_overwrites_is_found() -> None:
+    buffer = torch.empty(2, 2, 48, 16, dtype=torch.float16)
+
+    def shares(*inputs: torch.Tensor, causal: bool) -> torch.Tensor:
+        return buffer.copy_(attentions.right(*inputs, causal=causal))
+
+    assert kinds_against(shares)[0] == "overwrote_output"
+
+
+class LateDevice(CpuDevice):
+    """As a GPU in that work may end as late as a synchronisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[Callable[[], Any]] = []
+
+    def synchronize(self) -> None:
+        while self.pending:
+            self.pending.pop()()
+
+
+def test_an_output_that_is_only_there_after_a_synchronisation_is_found() -> None:
+    device = LateDevice()
+
+    def works_on_another_stream(*inputs: torch.Tensor, causal: bool) -> torch.Tensor:
+        output = torch.empty_like(inputs[0])
+        device.pending.append(lambda: output.copy_(attentions.right(*inputs, causal=causal)))
+        return output
+
+    kinds, reason = kinds_against(works_on_another_stream, device)
+    assert kinds == "asynchronous"
+    assert reason.startswith("the output was not there when the current stream came")
+
+
+def test_a_kernel_that_returns_what_it_had_computed_is_called_stale() -> None:
+    kept: list[torch.Tensor] = []
+
+    def caches(*inputs: torch.Tensor, causal: bool) -> torch.Tensor:
+        kept.append(attentions.right(*inputs, causal=causal))
+        return kept[0]
+
+    kinds, reason = kinds_against(caches)
+    assert kinds == "stale_output"
+    assert reason.startswith("with other values, returned what was right for the values")
+
+
+def test_new_values_come_into_the_same_buffers_and_what_is_right_for_them() -> None:
+    problem = make_problem()
+    inputs = make_inputs(problem, "cpu")
+    judge = Judge(problem, inputs, TOLERANCES["fp16"])
+    before = [tensor.clone() for tensor in inputs]
+    places = [tensor.data_ptr() for tensor in inputs]
+    old = attentions.right(*inputs, causal=True)
+    judge.renew(1)
+    assert [tensor.data_ptr() for tensor in inputs] == places
+    assert not any(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
+    assert judge.judge(attentions.right(*inputs, causal=True)).right
+    assert judge.judge(old).fault_kinds == ["stale_output"]
+    judge.renew(2)
+    assert judge.judge(old).fault_kinds == ["inaccurate"]  # not those of the call before
+
+
+def test_renewing_holds_no_two_exact_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = Judge(make_problem(), make_inputs(make_problem(), "cpu"), TOLERANCES["fp16"])
+    old = weakref.ref(judge._exact)
+    held: list[bool] = []
+
+    def reference(*arguments: Any) -> torch.Tensor:
+        held.append(old() is not None)
+        return reference_fp64(*arguments)
+
+    reference_fp64 = correctness.reference_fp64
+    monkeypatch.setattr(correctness, "reference_fp64", reference)
+    judge.renew(1)
+    assert held == [False]
+
+
+def test_a_softmax_without_its_maximum_overflows_with_the_large_query() -> None:
+    def no_maximum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+        weights = torch.exp(q.float() @ k.float().transpose(-1, -2) * q.shape[-1] ** -0.5)
+        weights = weights.tril() if causal else weights
+        return (weights @ v.float() / weights.sum(-1, keepdim=True)).to(q.dtype)
+
+    problem = make_problem(causal=False)
+    inputs = make_inputs(problem, "cpu")
+    judge = Judge(problem, inputs, TOLERANCES["fp16"])
+    assert judge.judge(no_maximum(*inputs, causal=False)).right
+    judge.renew(1)
+    assert float(inputs[0][:, :, -1].std()) > LARGE_QUERY / 2
+    assert float(inputs[0][:, :, :-1].std()) < 2
+    found = judge.judge(no_maximum(*inputs, causal=False))
+    assert found.fault_kinds == ["not_finite"]
+    assert "row 47" in str(found.reason)
+
+
+def test_a_wrong_row_of_the_large_query_is_found_by_its_own_bound() -> None:
+    problem = make_problem()
+    inputs = make_inputs(problem, "cpu")
+    judge = Judge(problem, inputs, LOOSE)
+    judge.renew(1)
+    output = attentions.right(*inputs, causal=True)
+    output[0, 0, -1] += 5
+    found = judge.judge(output)
+    assert "in row 47, whose query is 60 times as large" in str(found.reason)
+    assert len(found.faults) == 1
+
+
+def test_a_single_query_is_not_made_large() -> None:
+    problem = make_problem(seq_len_q=1)
+    inputs = make_inputs(problem, "cpu")
+    judge = Judge(problem, inputs, TOLERANCES["fp16"])
+    judge.renew(1)
+    assert float(inputs[0].abs().max()) < 6
+    assert judge.judge(attentions.right(*inputs, causal=True)).right
+    assert not judge.judge(attentions.zeros(*inputs, causal=True)).right
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"seq_len_q": 1}, *({"seq_len_q": 40, "seq_len_k": n} for n in (128, 1000, 4096, 16384, 131072))],
+)
+def test_zeros_are_caught_at_every_length(shape: dict[str, Any], causal: bool, dtype: str) -> None:
+    """Whatever the absolute tolerance: outputs are as small as 0.005 here."""
+    problem = make_problem(batch=1, heads=1, kv_heads=1, causal=causal, dtype=dtype, **shape)
+    judge = Judge(problem, make_inputs(problem, "cpu"), LOOSE)
+    found = judge.judge(torch.zeros_like(judge.inputs[0]))
+    assert found.allclose
+    assert found.fault_kinds == ["inaccurate"]
+
+
+def test_an_error_that_is_small_but_not_for_small_outputs_is_caught() -> None:
+    """In causal bf16 the first rows set the bound on absolute errors; the last ones are far smaller."""
+    problem = make_problem(batch=1, heads=2, seq_len_q=1024, seq_len_k=1024, dtype="bf16")
+    inputs = make_inputs(problem, "cpu")
+    judge = Judge(problem, inputs, TOLERANCES["bf16"])
+    output = attentions.right(*inputs, causal=True)
+    assert judge.judge(output).right
+    output[0, 1, 1008:] *= 0.85
+    found = judge.judge(output)
+    assert found.allclose
+    assert found.max_abs_error_fp64 <= found.bound_fp64  # type: ignore[operator]
+    assert found.relative_error > found.relative_bound  # type: ignore[operator]
+    assert str(found.reason).startswith("error of 16 rows over their size 0.1")
+    assert "at batch 0, head 1, from row 1008 (inaccurate)" in str(found.reason)
+
+
+def test_the_error_of_the_reference_is_not_held_against_a_kernel_that_is_nearer() -> None:
+    """Rounded scores of head_dim 2 take the same-dtype reference beyond the tolerance of what is right."""
+    problem = make_problem(kv_heads=1, seq_len_q=97, seq_len_k=97, head_dim=2, causal=False, seed=217)
+    inputs = make_inputs(problem, "cpu")
+    judge = Judge(problem, inputs, Tolerance(0.002, 0.002))
+    judge.renew(218)
+    found = judge.judge(attentions.right(*inputs, causal=False))
+    assert found.allclose is False
+    assert found.right
+
+
+def test_a_row_of_the_grid_names_the_cell_and_the_kind() -> None:
+    problems = [make_problem(), make_problem(causal=False)]
+    outcomes = [
+        Outcome("ok", None, {"max_abs_error": 0.0}, ""),
+        Outcome("wrong", "zeros (inaccurate)", {"fault_kind": "inaccurate"}, ""),
+    ]
+    right, wrong = grid_cells(problems, outcomes)
+    assert right == {**problems[0].to_dict(), "status": "ok", "reason": None, "max_abs_error": 0.0}
+    assert (wrong["causal"], wrong["status"], wrong["fault_kind"]) == (False, "wrong", "inaccurate")
+    assert wrong["reason"] == "zeros (inaccurate)"
 
 
 def test_a_scale_one_percent_off_is_caught() -> None:

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from harness.tensors import (
+    GUARD_BYTE,
     GUARD_BYTES,
     GuardedAllocations,
     first_location,
     guards_touched,
     location,
     make_inputs,
+    poison_free_memory,
+    same_bits,
 )
 from tests.harness.attentions import make_problem, right, writes_its_output
 
@@ -109,6 +112,35 @@ def test_a_write_outside_an_allocation_is_seen(allocate: Callable[[], Tensor], s
         extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         poke(tensor, -1 if side == "before" else extent)
     assert allocations.touched
+
+
+def test_what_is_allocated_holds_the_bytes_asked_for_and_its_guards_are_the_same() -> None:
+    with GuardedAllocations(0x7B) as allocations:
+        tensor = torch.empty(4, dtype=torch.uint8)
+        assert tensor.tolist() == [0x7B] * 4
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            large = torch.empty(3, dtype=dtype)
+            assert bool((large.isfinite() & (large > 1e4)).all())
+        assert not allocations.touched
+        poke(tensor, 4)
+    assert allocations.touched
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_bits_are_compared_and_not_values(dtype: torch.dtype) -> None:
+    nan = torch.tensor([1.0, float("nan")], dtype=dtype)
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.tensor([0.0], dtype=dtype), torch.tensor([-0.0], dtype=dtype))
+    turned = torch.arange(6).to(dtype).view(2, 3).t()
+    assert same_bits(turned, turned.contiguous())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch's allocator for the CPU caches nothing")
+def test_freed_memory_that_was_poisoned_is_handed_out_again() -> None:
+    like = torch.zeros(100, 64, dtype=torch.float16, device="cuda")
+    poison_free_memory(like, GUARD_BYTE)
+    assert bool(torch.empty_like(like).isnan().all())
 
 
 def test_a_write_outside_is_seen_though_the_tensor_is_gone() -> None:
