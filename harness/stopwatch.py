@@ -93,7 +93,7 @@ def time_attention(
     report_step("check before timing")
     judgement = judge.judge(output)
     if not judgement.right:
-        raise Verdict(WRONG, f"before timing: {judgement.reason}")
+        raise Verdict(WRONG, f"before timing: {judgement.reason}", judgement.figures)
     del output
 
     interpreted = kernel.interpreted
@@ -113,7 +113,7 @@ def time_attention(
     judge.renew(problem.seed + 1)
     after = judge.judge(call())
     if not after.right:
-        raise Verdict(WRONG, f"after timing: {after.reason}")
+        raise Verdict(WRONG, f"after timing: {after.reason}", after.figures)
     return TimedProcess(
         cold_ms=cold.latencies_ms,
         warm_ms=warm.latencies_ms,

@@ -302,7 +302,10 @@ class _Child:
         if code is None:
             return "closed its result pipe and went on running"
         if code == CANNOT_REPORT:
-            return "its result pipe was closed, perhaps by the kernel, which must not close files it did not open"
+            return (
+                "its result pipe was closed, perhaps by the kernel,"
+                " which must not close files it did not open"
+            )
         if code >= 0:
             return f"the process exited with code {code}"
         name = _SIGNAL_NAMES.get(-code, f"signal {-code}")

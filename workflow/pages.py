@@ -118,6 +118,7 @@ def cells_page(grid: pd.DataFrame) -> str:
             "batch": Number(row["batch"], ".0f"),
             "seq_len": Number(row["seq_len"], ".0f"),
             "status": str(row["status"]),
+            "kind of fault": _text(row.get("fault_kind")),
             "largest error": Number(row["max_abs_error"]),
             "in row": Number(row["error_row"], ".0f"),
             "reference there": Number(row["value_there"]),

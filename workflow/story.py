@@ -164,8 +164,12 @@ def grid_faults(grid: pd.DataFrame) -> list[str]:
     for (name, status), cells in grid[grid["status"] != OK].groupby(["implementation", "status"], sort=False):
         reasons = [reason for reason in cells["reason"].dropna() if str(reason)]
         first = f", the first: {table_text(reasons[0])}" if reasons else ""
+        kinds = (
+            sorted(set(", ".join(cells["fault_kind"].dropna()).split(", "))) if "fault_kind" in cells else []
+        )
+        found = f" ({listed(kinds)})" if any(kinds) else ""
         lines.append(
-            f"{table_text(name)} is {table_text(status)} in {counted(len(cells), 'cell')}"
+            f"{table_text(name)} is {table_text(status)}{found} in {counted(len(cells), 'cell')}"
             f" (seq_len {listed(sorted(set(cells['seq_len'])))}){first}"
         )
     return lines

@@ -81,6 +81,7 @@ CELL_COLUMNS = (
     "causal",
     "dtype",
     "status",
+    "fault_kind",
     "reason",
     "max_abs_error",
     "error_batch",

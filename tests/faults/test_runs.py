@@ -199,7 +199,9 @@ def test_torch_that_does_not_import_is_named_by_the_server_and_by_each_job(
 def test_a_checkout_with_an_odd_name_under_a_locale_without_utf_8(tmp_path: Path) -> None:
     """And a kernel that raises bytes which are no text: table and verdict are printed all the same."""
     checkout = make(tmp_path / 'it\'s a "kernel" bench: 1', "right")
-    checkout.configure(small_config(right="right", raising_bytes="raising_bytes"))
+    config = small_config(right="right", raising_bytes="raising_bytes")
+    config["sweeps"]["tiny"]["measure"] = ["memory"]
+    checkout.configure(config)
     source = (
         "def attention(q, k, v, *, causal, scale=None):\n"
         '    raise ValueError(b"caf\\xe9".decode("utf-8", "surrogateescape"))\n'
@@ -214,11 +216,10 @@ def test_a_checkout_with_an_odd_name_under_a_locale_without_utf_8(tmp_path: Path
         assert "UnicodeEncodeError" not in log.read_text()
     assert "no fork server" not in result.stdout
     rows = checkout.csv("benchmark").set_index("implementation")
-    assert dict(rows["latency_status"]) == {"right": "ok", "raising_bytes": "error"}
+    assert dict(rows["memory_status"]) == {"right": "ok", "raising_bytes": "error"}
     assert rows.loc["raising_bytes", ["latency_ms", "peak_memory_bytes"]].isna().all()
 
     (checkout.folder / "kernels" / "raising_bytes.py").write_text("from kernels.right import attention\n")
-    checkout.configure(small_config(right="right"))
     complete(checkout)
 
 

@@ -104,7 +104,7 @@ def test_a_wrong_kernel_is_caught_and_its_cell_and_kind_are_named(fault: str, co
 def test_work_on_another_stream_is_caught(fault: str, count: Count) -> None:
     count(fault, False)
     rows = judge(wrong(fault), GRID[:7])
-    assert [row["fault_kind"] for row in rows] == ["asynchronous"] * 7
+    assert all("asynchronous" in row["fault_kind"] for row in rows)
     count(fault, True)
 
 
