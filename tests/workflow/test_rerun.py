@@ -456,9 +456,13 @@ def gather_and_render(checkout: Checkout) -> None:
     config = yaml.safe_load((checkout.folder / "config" / "config.yaml").read_text())
     checked = canonical_json(load_config(config, checkout.folder / "kernels"))
     files = ["--benchmark", "results/benchmark.csv", "--correctness", "results/correctness.csv"]
+    comparison = ["--comparison", "results/comparison.csv"]
     plan = ["--config", checked, "--device", "cpu", "--environment", environment.parent.name]
     place = ["--environment", str(environment), "--output", "report/benchmark.md"]
-    for script, arguments in (("aggregate", [*plan, *files]), ("render_benchmark", [*files, *place])):
+    for script, arguments in (
+        ("aggregate", [*plan, *files, *comparison]),
+        ("render_benchmark", [*files, *place]),
+    ):
         subprocess.run(
             [sys.executable, f"workflow/scripts/{script}.py", *arguments], cwd=checkout.folder, check=True
         )

@@ -21,6 +21,7 @@ from tests.workflow.checkout import Checkout, small_config
 PATIENCE = 120.0  # seconds to wait for what should come soon
 TARGET = "report/benchmark.md"
 JOBS = {
+    "roofline",
     "correctness/right/33",
     "correctness/gated/33",
     *(f"{phase}/tiny/{name}/32" for phase in ("timing", "memory") for name in ("right", "gated")),
