@@ -8,9 +8,20 @@ from harness.environment import choose_device, environment_key, find_gpu
 from harness.forkserver import ForkServer
 from harness.record import canonical_json, spec_digest
 from workflow.config import ConfigError, load_config
-from workflow.plan import CORRECTNESS, MEMORY, ROOFLINE, SCRIPTS, TIMING, TUNING, Plan
+from workflow.plan import (
+    CORRECTNESS,
+    DIAGNOSTIC,
+    DIAGNOSTIC_BACKENDS,
+    DIAGNOSTIC_PRIMINGS,
+    MEMORY,
+    ROOFLINE,
+    SCRIPTS,
+    TIMING,
+    TUNING,
+    Plan,
+)
 from workflow.session import begin_run, in_random_order, only_looks, renew_environment
-from workflow.tables import stale_records
+from workflow.tables import load, stale_records
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
     sys.exit(
@@ -143,3 +154,21 @@ def config_name():
     """The name a run is published under: its config file's, and `default` for config/config.yaml."""
     stem = Path(workflow.configfiles[0]).stem
     return "default" if stem == "config" else stem
+
+
+def diagnostic_records(wildcards):
+    """All records of the diagnostic; those that are stale are measured again."""
+    jobs = PLAN.diagnostic_jobs()
+    stale = [
+        job.path
+        for job in jobs
+        if Path(job.path).exists() and load(job, Path()).spec != job.spec
+    ]
+    workflow.dag.forcefiles.update(stale)
+    return [job.path for job in jobs]
+
+
+def diagnostic_spec(wildcards):
+    return canonical_json(
+        PLAN.diagnostic_job(wildcards.backend, wildcards.priming).spec
+    )

@@ -1,26 +1,5 @@
 """Why does SDPA's latency differ from run to run? Asked on request only: `snakemake sdpa_diagnostic`."""
 
-from workflow.plan import DIAGNOSTIC, DIAGNOSTIC_BACKENDS, DIAGNOSTIC_PRIMINGS
-from workflow.tables import load
-
-
-def diagnostic_records(wildcards):
-    """All records of the diagnostic; those that are stale are measured again."""
-    jobs = PLAN.diagnostic_jobs()
-    stale = [
-        job.path
-        for job in jobs
-        if Path(job.path).exists() and load(job, Path()).spec != job.spec
-    ]
-    workflow.dag.forcefiles.update(stale)
-    return [job.path for job in jobs]
-
-
-def diagnostic_spec(wildcards):
-    return canonical_json(
-        PLAN.diagnostic_job(wildcards.backend, wildcards.priming).spec
-    )
-
 
 rule diagnose_sdpa:
     input:
