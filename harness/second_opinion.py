@@ -7,7 +7,6 @@ the kernels' own time stamps, is independent of events altogether. Neither repla
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from harness.device import Device, NotAvailable
+from harness.kernel_names import short_kernel_name
 from harness.plugin import Kernel
 from harness.problem import Problem
 from harness.supervisor import ReportStep
@@ -82,14 +82,6 @@ def _profiled(call: Callable[[], Any], device: Device) -> dict[str, Any]:
         "profiler_latency_ms": float(median(spans.spans_ms)),
         "kernel_names": "; ".join(map(short_kernel_name, spans.kernel_names)),
     }
-
-
-def short_kernel_name(name: str) -> str:
-    """A kernel's name without its template arguments and parameters, which fill lines."""
-    if name.startswith(("Memset", "Memcpy")):
-        return name
-    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
-    return re.split(r"[<(]", plain, maxsplit=1)[0]
 
 
 def _replayed(call: Callable[[], Any], device: Device) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from harness.second_opinion import (
     PROFILED_CALLS,
     Question,
     second_opinion,
-    short_kernel_name,
     timers_disagree,
 )
 from tests.harness import attentions
@@ -84,19 +83,3 @@ def test_timers_disagree_beyond_ten_percent_and_five_microseconds(
     events_ms: float, profiler_ms: float, disagree: bool
 ) -> None:
     assert timers_disagree(events_ms, profiler_ms) is disagree
-
-
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        ("_flash_forward", "_flash_forward"),
-        ("Memset (Device)", "Memset (Device)"),
-        (
-            "void at::native::(anonymous namespace)::cunn_SoftMaxForwardSmem<8, long>(float*, long)",
-            "at::native::cunn_SoftMaxForwardSmem",
-        ),
-        ("void flash::flash_fwd_kernel(flash::Flash_fwd_params)", "flash::flash_fwd_kernel"),
-    ],
-)
-def test_a_kernel_is_named_without_its_templates(name: str, short: str) -> None:
-    assert short_kernel_name(name) == short
