@@ -37,8 +37,8 @@ from workflow.figures import (
 )
 from workflow.plan import DIAGNOSTIC_BACKENDS, DIAGNOSTIC_PRIMINGS, Plan
 from workflow.render import environment_line, problem_line
-from workflow.story import bullets, listed, markdown
-from workflow.tables import load, table_text
+from workflow.story import bullets, listed
+from workflow.tables import load, markdown, table_text
 
 SUPPORTED = "SUPPORTED"
 NOT_SUPPORTED = "NOT SUPPORTED"

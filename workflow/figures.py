@@ -21,8 +21,8 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from harness.record import OK
-from workflow.pages import one_line
 from workflow.render import GIB, problem_line
+from workflow.tables import one_line
 
 LATENCY = "latency"
 THROUGHPUT = "throughput"

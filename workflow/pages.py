@@ -14,6 +14,7 @@ import pandas as pd
 
 from harness.record import MARKS, OK
 from workflow.render import GIB, problem_line
+from workflow.tables import one_line
 
 STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #222; margin: 1.2em; }
@@ -49,11 +50,6 @@ def table_page(
         "</tbody>\n</table>\n</body>\n</html>\n",
     ]
     return "\n".join(lines)
-
-
-def one_line(text: Any) -> str:
-    """Text without line ends and control characters, white space made single."""
-    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
 
 
 def escaped(text: Any) -> str:

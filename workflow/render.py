@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pandas as pd
-from tabulate import tabulate
 
 from harness.record import FAULTS, MARKS, OK
-from workflow.tables import table_text
+from workflow.tables import markdown, one_line, table_text
 
 GIB = 1024**3
 
@@ -82,7 +81,7 @@ def grid_table(grid: pd.DataFrame) -> str:
             }
         )
     note = "Largest absolute difference from attention computed by PyTorch in the same dtype."
-    return f"{_markdown(rows)}\n\n{note}"
+    return f"{markdown(rows)}\n\n{note}"
 
 
 def problem_line(rows: pd.DataFrame) -> str:
@@ -96,7 +95,7 @@ def problem_line(rows: pd.DataFrame) -> str:
 
 def sweep_table(rows: pd.DataFrame) -> str:
     """The article's columns, and with each number its interval, its status and its marks."""
-    return _markdown([_sweep_row(row) for row in rows.to_dict("records")])
+    return markdown([_sweep_row(row) for row in rows.to_dict("records")])
 
 
 def _sweep_row(row: dict[Any, Any]) -> dict[str, str]:
@@ -155,16 +154,12 @@ def fault_lines(benchmark: pd.DataFrame, grid: pd.DataFrame) -> list[str]:
             f"correctness {row['implementation']} seq_len {row['seq_len']} head_dim {row['head_dim']}"
             f" batch {row['batch']} {mask} {row['dtype']}"
         )
-        lines.append(f"{row['status']}: {where}: {_one_line(row['reason'])}")
+        lines.append(f"{row['status']}: {where}: {one_line(row['reason'])}")
     for name in ("latency", "memory"):
         for row in benchmark[benchmark[f"{name}_status"].isin(FAULTS)].to_dict("records"):
             where = f"{name} {row['implementation']} seq_len {row['seq_len']} (sweep {row['sweep']})"
-            lines.append(f"{row[f'{name}_status']}: {where}: {_one_line(row[f'{name}_reason'])}")
+            lines.append(f"{row[f'{name}_status']}: {where}: {one_line(row[f'{name}_reason'])}")
     return lines
-
-
-def _one_line(text: Any) -> str:
-    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
 
 
 def _gibibytes(count: float) -> str:
@@ -174,7 +169,3 @@ def _gibibytes(count: float) -> str:
 
 def _figure(value: float) -> str:
     return "" if pd.isna(value) else f"{value:.4g}"
-
-
-def _markdown(rows: list[dict[str, str]]) -> str:
-    return str(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True))

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
-from tabulate import tabulate
 
 from harness.record import MARKS, OK
 from workflow.comparisons import COMPARISON_COLUMNS
 from workflow.render import GIB, environment_line, first_names, grid_table, legend, problem_line, sweep_table
-from workflow.tables import table_text
+from workflow.tables import markdown, table_text
 from workflow.verdicts import verdict_lines, verdict_section
 
 INTERPRETED = "interpreted"
@@ -693,7 +692,3 @@ def percent(share: float) -> str:
 
 def gibibytes(row: Any) -> str:
     return f"{row['peak_memory_bytes'] / GIB:.4g}"
-
-
-def markdown(rows: list[dict[str, str]]) -> str:
-    return str(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True))

@@ -264,13 +264,25 @@ def _grid_marks(implementation: str, grid: list[dict[str, Any]]) -> list[str]:
     return marks
 
 
+def one_line(text: Any) -> str:
+    """Text without line ends and control characters, white space made single."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+    """A Markdown table with a column for each key of the rows."""
+    from tabulate import tabulate  # the Snakefile imports this module, and renders nothing
+
+    return str(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True))
+
+
 def table_text(text: Any) -> str:
     """Text that can stand in a cell of a Markdown table, whatever a kernel wrote into it.
 
     White space and control characters become single spaces, and what Markdown or HTML would take for
     their own is escaped.
     """
-    plain = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    plain = one_line(text)
     for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
         plain = plain.replace(character, entity)
     return re.sub(r"([\\`*_{}\[\]|~#$])", r"\\\1", plain)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pandas as pd
-from tabulate import tabulate
 
 from workflow.comparisons import BASELINE, EDIT, TWIN
-from workflow.tables import table_text
+from workflow.tables import markdown, table_text
 
 RULE = (
     "A ratio is a latency over the baseline's, with its 99 % interval over processes (Welch's, on"
@@ -126,7 +125,3 @@ def _interval(row: dict[Any, Any], name: str) -> str:
 
 def _percent(share: float) -> str:
     return "" if pd.isna(share) else f"{share * 100:.2g} %"
-
-
-def markdown(rows: list[dict[str, str]]) -> str:
-    return str(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True))
