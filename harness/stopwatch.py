@@ -99,7 +99,9 @@ def time_attention(
     interpreted = kernel.interpreted
     count = settings.count(interpreted)
     report_step("warm-up")
-    warm_up_s, steady = _warm_up(call, device, count, settings)
+    warm_up_s, steady = _warm_up(
+        call, device, count, settings, series_needed=1 if interpreted else STEADY_SERIES
+    )
     report_step("samples")
     monitor = watch()
     with monitor:
@@ -131,9 +133,9 @@ def time_attention(
 
 
 def _warm_up(
-    call: Callable[[], Any], device: Device, count: int, settings: TimingSettings
+    call: Callable[[], Any], device: Device, count: int, settings: TimingSettings, series_needed: int
 ) -> tuple[float, bool]:
-    """Run the whole measured loop, flush and timers included, until its medians agree.
+    """Run the whole measured loop, flush and timers included, until so many of its medians in a row agree.
 
     A fixed number of calls is not enough: clocks ramp for longer, and kernels of the loop itself that
     load late would stall the first samples.
@@ -145,8 +147,8 @@ def _warm_up(
         medians.append(summarize(device.series(call, size, cold=True).latencies_ms).median)
         device.series(call, size, cold=False)
         elapsed = time.monotonic() - began
-        last = medians[-STEADY_SERIES:]
-        steady = len(last) == STEADY_SERIES and max(last) <= min(last) * (1 + device.steady_tolerance)
+        last = medians[-series_needed:]
+        steady = len(last) == series_needed and max(last) <= min(last) * (1 + device.steady_tolerance)
         if (steady and elapsed >= settings.warm_up_min_s) or elapsed >= settings.warm_up_max_s:
             return elapsed, steady
 

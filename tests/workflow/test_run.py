@@ -18,7 +18,9 @@ from workflow.session import in_random_order
 def finished(tmp_path_factory):
     """A complete run of the three implementations that the project ships."""
     checkout = Checkout.make(tmp_path_factory.mktemp("finished"))
-    checkout.configure(small_config(naive="naive", sdpa="sdpa", triton="triton_flash"))
+    config = small_config(naive="naive", sdpa="sdpa", triton="triton_flash")
+    config["timing"]["processes"]["cpu"] = 2
+    checkout.configure(config)
     result = checkout.snakemake()
     assert result.returncode == 0, result.stdout
     return checkout, result.stdout
@@ -71,6 +73,15 @@ class TestACompleteRun:
         assert len(record["samples"]["cold_ms"][0]) == record["spec"]["timing"]["samples"]
         assert record["circumstances"]["torch"] == record["circumstances"]["packages"]["torch"]
         assert record["values"]["timer"] == "perf_counter"
+
+    def test_a_number_of_the_interpreter_is_had_from_one_process(self, finished):
+        checkout, _ = finished
+        records = checkout.records("timing")
+        assert len(records["tiny/naive/32"]["samples"]["cold_ms"]) == 2
+        triton = records["tiny/triton/32"]
+        assert triton["status"] == "ok"
+        assert len(triton["samples"]["cold_ms"]) == 1
+        assert {"interpreted", "one_process"} <= set(triton["marks"])
 
     def test_every_record_has_a_copy_in_the_history(self, finished):
         checkout, _ = finished
