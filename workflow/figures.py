@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from harness.record import OK
+from harness.record import MARKS, OK
 from workflow.render import GIB, problem_line
 from workflow.tables import one_line
 
@@ -36,7 +36,10 @@ SHAPES = ("o", "s", "^", "D", "v", "P", "h", "<", ">")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (1.2, 1.2)))
 INK, FAINT, RULE = "#222222", "#666666", "#dddddd"
 # Marks that say something about time only; on a figure of memory they would mislead.
-MARKS_OF_TIME = ("launch_bound", "not_steady", "throttled", "clock_not_locked", "clock_left_locked")
+# All but those that are about the kernel or the record concern latencies alone.
+MARKS_OF_TIME = tuple(
+    mark for mark in MARKS if mark not in ("interpreted", "stale", "grid_failed", "grid_incomplete")
+)
 # Shown by a hollow marker and in the label, so it needs no lane.
 INTERPRETED = "interpreted"
 LINEAR_UP_TO = 100  # largest over smallest value up to which a linear axis from 0 shows both
@@ -326,7 +329,8 @@ def _sweep_figure(
 
 def _last_value(one: Series, unit: str, last: int) -> str:
     where = "" if one.seq_lens[-1] == last else f" at {one.seq_lens[-1]}"
-    return f"{one.name} {one.values[-1]:.3g} {unit}{where}"
+    value = one.values[-1]
+    return f"{one.name} {f'{value:.0f}' if value >= 1000 else f'{value:.3g}'} {unit}{where}"
 
 
 def _axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:

@@ -136,6 +136,9 @@ def test_marks_of_time_are_not_drawn_on_memory():
     benchmark, grid = h200()
     assert "throttled" in texts(sweep_figure(benchmark, grid, "llm", "latency"))
     assert "throttled" not in texts(sweep_figure(benchmark, grid, "llm", "memory"))
+    alone = benchmark.assign(marks="one_process")
+    assert "one_process" in texts(sweep_figure(alone, grid, "llm", "latency"))
+    assert "one_process" not in texts(sweep_figure(alone, grid, "llm", "memory"))
 
 
 def test_one_length_and_lengths_that_lie_close_are_drawn():
