@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -186,9 +187,12 @@ def test_every_call_is_judged() -> None:
 
 
 def test_the_same_inputs_must_give_the_same_bits() -> None:
+    calls = itertools.count()
+
     def differs(*inputs: torch.Tensor, causal: bool) -> torch.Tensor:
         output = attentions.right(*inputs, causal=causal)
-        output[0, 0, 20, 3] *= 1 + 2**-10 * float(torch.rand(()) * 50 - 25) / 10
+        # 2^-10 is at least one unit in the last place of any fp16 number.
+        output[0, 0, 20, 3] *= 1 + 2**-10 * (next(calls) % 2)
         return output
 
     assert kinds_against(differs)[0] == "not_deterministic"
