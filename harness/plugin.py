@@ -7,7 +7,8 @@ The contract (docs/design.md has the reasons):
     candidates(problem, target, **options) -> list[dict]       optional
     memory_law(problem, **options) -> int | None               optional
     compile_units(problem, options, target) -> list            optional: objects with the attributes
-        function, signature, constexprs, attrs (as triton's ASTSource takes them) and options
+        function (one of Triton's or of Gluon's), signature, constexprs, attrs (as triton's ASTSource
+        takes them) and options
 """
 
 from __future__ import annotations
@@ -53,23 +54,15 @@ class Kernel:
             return []
         return [{**self.options, **options} for options in ask(problem, target, **self.options)]
 
-    def compile_for(self, problem: Problem, target: Target) -> None:
-        """Compile what a call needs into Triton's cache, without the device.
+    def compile_for(self, problem: Problem, target: Target) -> list[Any]:
+        """Compile what a call needs into Triton's cache, without the device; what `compile_unit` returns.
 
         A kernel that does not say what to compile is left alone. Raises what the compiler raises.
         """
         ask = getattr(self.module, "compile_units", None)
         if ask is None or target.compute_capability is None:
-            return
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        major, minor = target.compute_capability
-        for unit in ask(problem, self.options, target):
-            source = ASTSource(unit.function, unit.signature, unit.constexprs, unit.attrs)
-            gpu = GPUTarget("cuda", major * 10 + minor, 32)
-            triton.compile(source, target=gpu, options=unit.options)
+            return []
+        return [compile_unit(unit, target) for unit in ask(problem, self.options, target)]
 
     def unsupported(self, problem: Problem, target: Target) -> str | None:
         """Why the problem cannot run on the target; None if it can, or if the kernel does not say."""
@@ -103,6 +96,40 @@ class Kernel:
                 if used is not None and name.split(".")[0] == package and used not in found:
                     found.append(used)
         return found
+
+
+def compile_unit(unit: Any, target: Target) -> Any:
+    """Compile one of a kernel's `compile_units` for a target that need not be there.
+
+    Returns Triton's CompiledKernel: `asm` has each stage by its name (ttir, ttgir, llir, ptx, cubin; a Gluon
+    function begins at ttgir), `metadata` the rest (shared memory in bytes, warps). The process must not
+    interpret Triton (TRITON_INTERPRET). Raises what the compiler raises, and ValueError for a target that
+    is no GPU.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if target.compute_capability is None:
+        raise ValueError(f"{target.name} is no GPU: there is nothing to compile for")
+    major, minor = target.compute_capability
+    attributes: dict[tuple[int, ...], list[Any]] = dict(unit.attrs)
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7):
+        # From 3.7 on a launch names its constants here too, and finds in the cache what is named alike.
+        for index, name in enumerate(unit.signature):
+            if name in unit.constexprs:
+                attributes[(index,)] = []
+        attributes = dict(sorted(attributes.items()))
+    source_kind = ASTSource
+    if unit.function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_kind = GluonASTSource
+    return triton.compile(
+        source_kind(unit.function, unit.signature, unit.constexprs, attributes),
+        target=GPUTarget("cuda", major * 10 + minor, 32),
+        options=unit.options,
+    )
 
 
 def interpret_triton() -> None:

@@ -37,7 +37,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -548,6 +548,38 @@ def memory_law(problem: Any, **options: Any) -> int:
     return int(2 * (2 * query + 2 * key))
 
 
+class CompileUnit(NamedTuple):
+    """What `triton.compile` needs for a target that need not be there; the function is one of Gluon's."""
+
+    function: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    attrs: dict[tuple[int, ...], list[list[Any]]]
+    options: dict[str, Any]
+
+
+def compile_units(problem: Any, options: Mapping[str, Any], target: Any) -> list[CompileUnit]:
+    """The one kernel that a call compiles; empty options mean the default."""
+    options = dict(options) or _candidates(problem.head_dim, problem.causal, problem.seq_len_k)[0]
+    _check_options(options, problem.head_dim)
+    constants = _constants(options, problem.seq_len_k, problem.causal)
+    rows = dict.fromkeys(("q_descriptor", "o_descriptor"), WARPGROUP_ROWS.value)
+    rows |= dict.fromkeys(("k_descriptor", "v_descriptor"), options["tile_k"])
+    signature = {}
+    for name in _attention_forward.arg_names:
+        if name in rows:
+            box = [1, 1, rows[name], problem.head_dim]
+            signature[name] = f"tensordesc<{problem.dtype}{box},{_shared_layout()!r}>"
+        elif name in constants:
+            signature[name] = "constexpr"
+        else:
+            signature[name] = {"counter": "*i32", "scale": "fp32"}.get(name, "i32")
+    # PyTorch's allocations are aligned to 16 bytes and more, and the launcher tells the compiler so.
+    counter = _attention_forward.arg_names.index("counter")
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {(counter,): [["tt.divisibility", 16]]}
+    return [CompileUnit(_attention_forward, signature, constants, aligned, _launch_options(options))]
+
+
 def _launch(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -599,8 +631,7 @@ def _launch(
         counter,
         *scalars,
         **constants,
-        num_warps=4,
-        maxnreg=MAX_REGISTERS[options["consumers"]],
+        **_launch_options(options),
     )
     # While a graph is captured the counter is new in every call.
     if in_place and not _hooks() and not torch.cuda.is_current_stream_capturing():
@@ -668,6 +699,11 @@ def _constants(options: Mapping[str, Any], seq_len_k: int, causal: bool) -> dict
         "KEY_TAIL": seq_len_k % options["tile_k"] != 0,
         "PING_PONG": bool(options["ping_pong"]),
     }
+
+
+def _launch_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    # The launch has the warps of consumer 0; the other partitions add theirs.
+    return {"num_warps": 4, "maxnreg": MAX_REGISTERS[options["consumers"]]}
 
 
 def _candidates(head_dim: int, causal: bool, seq_len_k: int) -> list[dict[str, Any]]:

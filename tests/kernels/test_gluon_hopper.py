@@ -122,36 +122,24 @@ def test_the_memory_law_counts_the_tensors_alone():
 
 COMPILE = """
 import json, os, re, subprocess, sys, tempfile
+from types import SimpleNamespace
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from harness.plugin import compile_unit
+from harness.target import Target
 from kernels import gluon_hopper
 
-kernel = gluon_hopper._attention_forward
 cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+hopper = Target("cuda", "Hopper", (9, 0))
 for head_dim, causal, dtype, options in json.loads(sys.argv[1]):
-    constants = gluon_hopper._constants(options, 1000, causal)
-    signature = {}
-    for name in kernel.arg_names:
-        if name.endswith("_descriptor"):
-            rows = options["tile_k"] if name[0] in "kv" else 64
-            layout = gluon_hopper._shared_layout()
-            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {head_dim}],{layout!r}>"
-        elif name in constants:
-            signature[name] = "constexpr"
-        else:
-            signature[name] = {"counter": "*i32", "scale": "fp32"}.get(name, "i32")
-    compiled = triton.compile(
-        GluonASTSource(kernel, signature, constants, {}),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4, "maxnreg": gluon_hopper.MAX_REGISTERS[options["consumers"]]},
-    )
+    problem = SimpleNamespace(head_dim=head_dim, causal=causal, dtype=dtype, seq_len_k=1000)
+    [unit] = gluon_hopper.compile_units(problem, options, hopper)
+    compiled = compile_unit(unit, hopper)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         usage = subprocess.run([cuobjdump, "-res-usage", cubin.name], capture_output=True, text=True)
     print(json.dumps({
-        "stack": int(re.findall(r"STACK:(\\\\d+)", usage.stdout + usage.stderr)[-1]),
+        "stack": int(re.findall(r"STACK:(\\d+)", usage.stdout + usage.stderr)[-1]),
         "shared": compiled.metadata.shared,
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
         "tma": compiled.asm["ptx"].count("cp.async.bulk.tensor"),

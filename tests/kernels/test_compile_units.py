@@ -1,0 +1,76 @@
+"""What is compiled ahead, without a GPU, is what a launch on that GPU then finds in Triton's cache."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# A process that takes itself to be on a Hopper GPU, as far as compiling goes: it compiles the units of
+# each kernel, and then asks for the launch's own compilation. The listener hears whether the cache had it.
+PROCESS = """
+import json, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from harness.plugin import load_kernel
+from harness.problem import Problem
+from harness.target import Target
+
+class Hopper:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+driver.set_active(Hopper())
+heard = []
+triton.knobs.compilation.listener = lambda **said: heard.append(said["cache_hit"])
+target = Target("cuda", "Hopper", (9, 0), 132, 227 * 1024)
+name, head_dim, causal, dtype, seq_len = json.loads(sys.argv[1])
+problem = Problem(
+    batch=1, heads=2, kv_heads=2, seq_len_q=seq_len, seq_len_k=seq_len, head_dim=head_dim, causal=causal,
+    dtype=dtype,
+)
+kernel = load_kernel(name, {})
+options = kernel.candidates(problem, target)[0]
+[compiled] = kernel.with_options(options).compile_for(problem, target)
+assert compiled.asm["cubin"]
+tensor = torch.zeros(1, 2, seq_len, head_dim, dtype={"fp16": torch.float16, "bf16": torch.bfloat16}[dtype])
+module = kernel.module
+if name == "gluon_hopper":
+    descriptors = [module._descriptor(tensor, rows) for rows in (64, *2 * [options["tile_k"]], 64)]
+    counter = torch.zeros(1, dtype=torch.int32)
+    module._attention_forward.warmup(
+        *descriptors, counter, 2, 1, 2, 5, 7, seq_len, 0.3,
+        **module._constants(options, seq_len, causal), **module._launch_options(options), grid=(1,),
+    )
+else:
+    constants = module._constants(options, head_dim, seq_len, causal, 0.3, [head_dim, 640, 6400])
+    module._flash_forward.warmup(
+        *4 * [tensor], *range(12), 2, 2, 1, seq_len, seq_len, 0.3,
+        **constants, **module._launch_options(options), grid=(1,),
+    )
+print(json.dumps(heard))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cell",
+    [("gluon_hopper", 64, False, "fp16", 1000), ("triton_flash", 64, True, "bf16", 1024)],
+    ids=["gluon_hopper", "triton_flash"],
+)
+def test_a_launch_finds_in_the_cache_what_was_compiled_without_a_gpu(cell, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, json.dumps(cell)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == [False, True]
