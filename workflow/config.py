@@ -263,6 +263,13 @@ def _check_warm_up(config: dict[str, Any], faults: _Faults) -> None:
 def _check_sweeps(config: dict[str, Any], faults: _Faults) -> None:
     for name, sweep in _entries(config, "sweeps", faults):
         keys = ("sweeps", name)
+        if not faults.sound(*keys):
+            continue
+        if "batch" not in sweep and "tokens" not in sweep:
+            faults.add((*keys, "batch"), "missing; must be an integer of at least 1; or give tokens")
+        elif "batch" in sweep and "tokens" in sweep:
+            problem = "must not be given beside batch, which it stands in for"
+            faults.add((*keys, "tokens"), problem, sweep["tokens"])
         if faults.sound(*keys, "heads") and faults.sound(*keys, "kv_heads"):
             heads, kv_heads = sweep["heads"], sweep.get("kv_heads", 1)
             problem = f"must divide {_dotted((*keys, 'heads'))} = {heads}"

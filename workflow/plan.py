@@ -213,7 +213,7 @@ class Plan:
     def _problem(self, sweep: str, seq_len: int) -> dict[str, Any]:
         settings = self.config["sweeps"][sweep]
         return Problem(
-            batch=settings["batch"],
+            batch=settings["batch"] if "batch" in settings else max(1, settings["tokens"] // seq_len),
             heads=settings["heads"],
             kv_heads=settings["kv_heads"],
             seq_len_q=seq_len,

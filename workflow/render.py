@@ -90,7 +90,11 @@ def problem_line(rows: pd.DataFrame) -> str:
     if first["kv_heads"] != first["heads"]:
         heads += f" over {first['kv_heads']} heads of K and V"
     mask = "causal" if first["causal"] else "not causal"
-    return f"Batch {first['batch']}, {heads}, head_dim {first['head_dim']}, {mask}, {first['dtype']}."
+    batches = rows["batch"].unique()
+    batch = f"{batches.min()}"
+    if len(batches) > 1:
+        batch += f" to {batches.max()} (fewer the longer)"
+    return f"Batch {batch}, {heads}, head_dim {first['head_dim']}, {mask}, {first['dtype']}."
 
 
 def sweep_table(rows: pd.DataFrame) -> str:

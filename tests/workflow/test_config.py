@@ -62,7 +62,7 @@ TIMING_KEYS = (
     "processes, samples, samples_interpreted, second_timer_seq_lens, warm_up_min_s, warm_up_max_s,"
     " lock_sm_clock_mhz"
 )
-SWEEP_KEYS = "batch, heads, kv_heads, head_dim, causal, dtype, seq_lens, measure, implementations"
+SWEEP_KEYS = "batch, tokens, heads, kv_heads, head_dim, causal, dtype, seq_lens, measure, implementations"
 
 
 @pytest.fixture
@@ -384,13 +384,21 @@ BAD = {
     "sweep empty": (
         changed(("sweeps", "article", {})),
         [
-            "sweeps.article.batch: missing; must be an integer of at least 1",
             "sweeps.article.heads: missing; must be an integer of at least 1",
             "sweeps.article.head_dim: missing; must be an integer from 8 to 512",
             "sweeps.article.causal: missing; must be true or false",
             "sweeps.article.dtype: missing; must be one of fp16, bf16",
             "sweeps.article.seq_lens: missing; must be a mapping",
+            "sweeps.article.batch: missing; must be an integer of at least 1; or give tokens",
         ],
+    ),
+    "sweep with a batch and tokens": (
+        changed(("sweeps", "article", "tokens", 4096)),
+        ["sweeps.article.tokens = 4096: must not be given beside batch, which it stands in for"],
+    ),
+    "sweep of no tokens": (
+        changed(("sweeps", "article", "batch", ...), ("sweeps", "article", "tokens", 0)),
+        ["sweeps.article.tokens = 0: must be at least 1"],
     ),
     "sweep named as a target": (
         changed(("sweeps", "report", SWEEP), ("sweeps", "seq_len_512", SWEEP)),
@@ -516,7 +524,7 @@ BAD = {
             f"sweeps.article.kv_head = 4: unknown key; must be one of {SWEEP_KEYS}; did you mean kv_heads?",
             "sweeps.article.kv_heads = 3: must divide sweeps.article.heads = 16",
             'sweeps.article.implementations[0] = "y": is not in implementations; must be one of naive, x',
-            "sweeps.article.batch: missing; must be an integer of at least 1",
+            "sweeps.article.batch: missing; must be an integer of at least 1; or give tokens",
             f'devise = "cpu": unknown key; must be one of {TOP_KEYS}; did you mean device?',
             "time_limit_s = -1: must be above 0",
             "timing.samples = 1: must be at least 2",
@@ -687,6 +695,7 @@ def test_every_number_of_the_configuration_says_its_unit_or_counts_something():
         "samples_interpreted",
         "second_timer_seq_lens",
         "seq_lens",
+        "tokens",
     ]
     schema = load_schema()
     numbers = set()

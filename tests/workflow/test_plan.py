@@ -91,3 +91,12 @@ def test_each_device_has_its_number_of_processes():
     processes = {"processes": {"cuda": 7, "cpu": 2}}
     assert specs("cuda", **processes)[TIMING]["processes"] == 7
     assert specs("cpu", **processes)[TIMING]["processes"] == 2
+
+
+def test_tokens_divided_by_the_length_are_the_batch_and_one_at_least():
+    sweep = {"tokens": 1024, "heads": 2, "head_dim": 64, "causal": False, "dtype": "fp16"}
+    lengths = [128, 1000, 1024, 4096]
+    plan = plan_of(sweeps={"tiny": {**sweep, "seq_lens": {"cpu": lengths}}})
+    jobs = [job for job in plan.jobs() if job.phase == TIMING and job.implementation == "triton"]
+    batches = {job.spec["problem"]["seq_len_q"]: job.spec["problem"]["batch"] for job in jobs}
+    assert batches == {128: 8, 1000: 1, 1024: 1, 4096: 1}
