@@ -88,6 +88,7 @@ def load_config(raw: Mapping[str, Any], kernels_folder: Path) -> dict[str, Any]:
     if not faults.sound():
         raise faults.error(raw)
     config: dict[str, Any] = _with_defaults(plain, schema, schema)
+    _check_environment(config, faults)
     _check_implementations(config, kernels_folder, faults)
     _check_baseline(config, faults)
     _check_warm_up(config, faults)
@@ -287,6 +288,14 @@ def _check_sweeps(config: dict[str, Any], faults: _Faults) -> None:
             if faults.sound(*place) and implementation not in known:
                 problem = f"is not in implementations; {_instead(implementation, known)}"
                 faults.add(place, problem, implementation)
+
+
+def _check_environment(config: dict[str, Any], faults: _Faults) -> None:
+    if not (faults.sound("device") and faults.sound("environment")):
+        return
+    if config["environment"] is not None and config["device"] == "auto":
+        problem = "must be cuda or cpu where environment is given: another machine's is not looked up here"
+        faults.add(("device",), problem, "auto")
 
 
 def _check_baseline(config: dict[str, Any], faults: _Faults) -> None:

@@ -50,13 +50,15 @@ KERNELS = {
 KERNEL_LIST = "demanding, naive, sdpa, triton_flash"
 
 NAME = "a name of at most 40 lower-case letters, digits and underscores that begins with a letter"
+ENVIRONMENT = "an environment's key (`workflow/scripts/show_environment_key.py` prints it), or null"
 CLOCK = "an integer from 100 to 10000, or null"
 COUNTS_OR_NONE = "a list, without duplicates, each an integer of at least 1"
 BOOLEAN = "a boolean (YAML reads yes, no, on and off as booleans)"
 NULL = "null (nothing is written below the key)"
 NUMBER_AS_TEXT = "text (--config gives what is in a list or a mapping as text)"
 TOP_KEYS = (
-    "device, time_limit_s, implementations, baseline, correctness, timing, tuning, sdpa_diagnostic, sweeps"
+    "device, environment, one_gpu_per_sweep, time_limit_s, implementations, baseline, correctness, timing,"
+    " tuning, sdpa_diagnostic, sweeps"
 )
 TIMING_KEYS = (
     "processes, samples, samples_interpreted, second_timer_seq_lens, warm_up_min_s, warm_up_max_s,"
@@ -106,6 +108,17 @@ BAD = {
     "device null": (
         changed(("device", None)),
         ["device = null: must be one of auto, cuda, cpu"],
+    ),
+    "environment that is no folder": (
+        changed(("device", "cuda"), ("environment", "../elsewhere")),
+        [f'environment = "../elsewhere": must be {ENVIRONMENT}'],
+    ),
+    "environment and a device to be found here": (
+        changed(("environment", "nvidia-h200_driver580.65")),
+        [
+            'device = "auto": must be cuda or cpu where environment is given:'
+            " another machine's is not looked up here"
+        ],
     ),
     "time limit zero": (
         changed(("time_limit_s", 0)),
