@@ -18,6 +18,7 @@ from harness.supervisor import Outcome, Verdict
 from harness.tensors import (
     GUARD_BYTE,
     GuardedAllocations,
+    Inputs,
     fill,
     first_location,
     guards_touched,
@@ -42,7 +43,7 @@ FAULT_KINDS = {
     "not_finite": "the output has NaN or infinite values",
     "uninitialised": "the output depends on memory that the kernel allocated and did not write",
     "wrote_outside": "it wrote outside its inputs or outside what it allocated",
-    "inputs_changed": "it wrote into q, k or v",
+    "inputs_changed": "it wrote into q, k or v, or into the lengths or the block table",
     "asynchronous": "it works on another stream, and the current one does not wait for it or it not for that",
     "not_deterministic": "the same inputs gave other bits",
     "stale_output": "other values in the same buffers gave the output of the values before",
@@ -126,9 +127,11 @@ class Judge:
     """
 
     def __init__(
-        self, problem: Problem, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tolerance: Tolerance
+        self, problem: Problem, inputs: Inputs, tolerance: Tolerance, kernel: Kernel | None = None
     ) -> None:
         self.problem = problem
+        # A kernel that is not attention, a floor, is held against what it says that it computes.
+        self._kernel = kernel
         self.tolerance = tolerance
         self.inputs = inputs
         # Rows from here on have a large query: only their error against fp64 is judged.
@@ -145,10 +148,10 @@ class Judge:
         """
         self._former = self._same_dtype
         del self._copies, self._exact, self._same_dtype  # long cells have no room for both
-        fill(*self.inputs, seed=seed)
+        fill(self.inputs, self.problem, seed=seed)
         if self.problem.seq_len_q > 1:
             self._large_from = self.problem.seq_len_q - 1
-            self.inputs[0][:, :, self._large_from :] *= LARGE_QUERY
+            self.inputs.q[:, :, self._large_from :] *= LARGE_QUERY
         self._learn()
 
     def deliver_late(self, device: Device) -> None:
@@ -162,14 +165,19 @@ class Judge:
             tensor.zero_()
         device.synchronize()
         torch.cuda._sleep(LATE_CYCLES)
-        for tensor, copy in zip(self.inputs, self._copies, strict=True):
-            tensor.copy_(copy)
+        for name, tensor in self.inputs.named.items():
+            tensor.copy_(self._copies[name])
 
     def _learn(self) -> None:
         inputs, problem = self.inputs, self.problem
-        self._copies = tuple(tensor.clone() for tensor in inputs)
-        self._exact = reference_fp64(*inputs, problem)
-        self._same_dtype = reference_same_dtype(*inputs, problem)
+        self._copies = {name: tensor.clone() for name, tensor in inputs.named.items()}
+        exact = None if self._kernel is None else self._kernel.exact(inputs, problem)
+        if exact is None:
+            self._exact = reference_fp64(inputs, problem)
+            self._same_dtype = reference_same_dtype(inputs, problem)
+        else:
+            self._exact = exact
+            self._same_dtype = exact.to(inputs.q.dtype)
         self._reference = _distance(self._usual(self._same_dtype), self._usual(self._exact))
         self._large_reference = _distance(self._large(self._same_dtype), self._large(self._exact))
         shifted = (self._same_dtype + 0.3) - 0.3
@@ -220,10 +228,10 @@ class Judge:
 
     def _input_faults(self) -> list[Fault]:
         faults = []
-        for name, tensor, copy in zip("qkv", self.inputs, self._copies, strict=True):
-            if not torch.equal(tensor, copy):
+        for name, tensor in self.inputs.named.items():
+            if not torch.equal(tensor, self._copies[name]):
                 faults.append(Fault("inputs_changed", f"the input {name} was changed"))
-                tensor.copy_(copy)
+                tensor.copy_(self._copies[name])
             if guards_touched(tensor):
                 faults.append(Fault("wrote_outside", f"wrote outside the input {name}"))
         return faults
@@ -315,7 +323,7 @@ def check_problem(
     reason = kernel.unsupported(problem, device.target())
     if reason:
         raise Verdict(UNSUPPORTED, reason)
-    judge = Judge(problem, make_inputs(problem, device.kind), tolerance)
+    judge = Judge(problem, make_inputs(problem, device.kind), tolerance, kernel)
     calls = [_call(kernel, judge, device)]
     found = calls[0].judgement
     faults = list(found.faults)
@@ -349,11 +357,11 @@ class _Call:
 def _call(
     kernel: Kernel, judge: Judge, device: Device, *, contents: int = GUARD_BYTE, late: bool = False
 ) -> _Call:
-    poison_free_memory(judge.inputs[0], contents)
+    poison_free_memory(judge.inputs.q, contents)
     if late:
         judge.deliver_late(device)
     with GuardedAllocations(contents) as allocations:
-        output = kernel.attention(*judge.inputs, causal=judge.problem.causal)
+        output = kernel.answer(judge.inputs, judge.problem)
     copy = None if judge.form_faults(output) else output.clone()
     device.synchronize()
     judgement = judge.judge(output)

@@ -23,7 +23,7 @@ from harness.record import ERROR, UNSUPPORTED, WRONG
 from harness.statistics import percentile
 from harness.stopwatch import CLOCK_SPREAD_LIMIT
 from harness.supervisor import ReportStep, Verdict
-from harness.tensors import make_inputs
+from harness.tensors import Inputs, make_inputs
 
 # What a process does before the first call. The second name of the first one is its A/A twin.
 ISOLATED = "isolated"
@@ -90,7 +90,7 @@ def diagnose(
     device.synchronize()
 
     def call() -> torch.Tensor:
-        return kernel.attention(*inputs, causal=problem.causal)
+        return kernel.answer(inputs, problem)
 
     report_step("priming")
     prime(_primer(primer, priming, problem, device, inputs), device, settings.priming_s)
@@ -112,7 +112,7 @@ def diagnose(
     report_step("kernel names")
     names, names_reason = _kernel_names(call, device)
     report_step("check after timing")
-    judgement = Judge(problem, inputs, tolerance).judge(call())
+    judgement = Judge(problem, inputs, tolerance, kernel).judge(call())
     if not judgement.right:
         raise Verdict(WRONG, f"after timing: {judgement.reason}")
     return Diagnosis(
@@ -145,14 +145,14 @@ def _primer(
     priming: str,
     problem: Problem,
     device: Device,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    inputs: Inputs,
 ) -> Call | None:
     if priming in (ISOLATED, ISOLATED_AGAIN):
         return None
     if priming == AFTER_NAIVE:
         if primer is None:
             raise ValueError(f"priming = {priming}: needs a kernel to run before")
-        return lambda: primer.attention(*inputs, causal=problem.causal)
+        return lambda: primer.answer(inputs, problem)
     if priming == AFTER_MATMUL:
         size = MATMUL_SIZE[device.kind]
         left, right = (

@@ -31,7 +31,7 @@ def measure_memory(
 
     def make_call() -> Callable[[], torch.Tensor]:
         inputs = make_inputs(problem, device.kind, guarded=False)  # guard zones would be counted
-        return lambda: kernel.attention(*inputs, causal=problem.causal)
+        return lambda: kernel.answer(inputs, problem)
 
     report_step("warm-up and measured call")
     peak = device.peak_memory(make_call)

@@ -3,12 +3,16 @@
 The contract (docs/design.md has the reasons):
 
     attention(q, k, v, *, causal, scale=None, **options) -> Tensor
+    decode(q, k, v, *, seq_lens=None, block_table=None, scale=None, **options) -> Tensor
+        one of the two, or both: the workloads that it answers (harness/problem.py)
     unsupported(problem, target, **options) -> str | None      optional
     candidates(problem, target, **options) -> list[dict]       optional
     memory_law(problem, **options) -> int | None               optional
     compile_units(problem, options, target) -> list            optional: objects with the attributes
         function (one of Triton's or of Gluon's), signature, constexprs, attrs (as triton's ASTSource
         takes them) and options
+    NOT_ATTENTION: str, with reference(q, k, v, ...) -> Tensor     optional: what it computes instead, on
+        purpose, and the right answer to that in fp64: a floor to hold attention against
 """
 
 from __future__ import annotations
@@ -20,15 +24,17 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from harness.problem import Problem
+from harness.problem import ATTENTION, WORKLOADS, Problem
 from harness.target import Target
 
 if TYPE_CHECKING:
     import torch
 
+    from harness.tensors import Inputs
+
 
 class KernelError(Exception):
-    """A kernel module that cannot be loaded or lacks `attention`."""
+    """A kernel module that cannot be loaded, or answers no workload."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,24 @@ class Kernel:
     module: ModuleType
     options: dict[str, Any]
 
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-        """softmax(Q K^T / sqrt(head_dim)) V for (batch, heads, seq_len, head_dim) tensors."""
-        output: torch.Tensor = self.module.attention(q, k, v, causal=causal, **self.options)
+    def answer(self, inputs: Inputs, problem: Problem) -> torch.Tensor:
+        """The kernel's answer to a problem, shaped as Q; AttributeError without its workload."""
+        given = {"causal": problem.causal} if problem.workload == ATTENTION else inputs.extras
+        function = getattr(self.module, problem.workload)
+        output: torch.Tensor = function(inputs.q, inputs.k, inputs.v, **given, **self.options)
+        return output
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether the kernel means to compute attention; a floor does not."""
+        return not hasattr(self.module, "NOT_ATTENTION")
+
+    def exact(self, inputs: Inputs, problem: Problem) -> torch.Tensor | None:
+        """In fp64 what a kernel that is not attention ought to compute; None for attention."""
+        if self.is_attention:
+            return None
+        given = {"causal": problem.causal} if problem.workload == ATTENTION else inputs.extras
+        output: torch.Tensor = self.module.reference(inputs.q, inputs.k, inputs.v, **given)
         return output
 
     def with_options(self, options: dict[str, Any]) -> Kernel:
@@ -66,6 +87,8 @@ class Kernel:
 
     def unsupported(self, problem: Problem, target: Target) -> str | None:
         """Why the problem cannot run on the target; None if it can, or if the kernel does not say."""
+        if not hasattr(self.module, problem.workload):
+            return f"{self.module.__name__.replace('.', '/')}.py defines no {problem.workload}()"
         ask = getattr(self.module, "unsupported", None)
         return None if ask is None else ask(problem, target, **self.options)
 
@@ -143,11 +166,13 @@ def interpret_triton() -> None:
 
 
 def load_kernel(name: str, options: dict[str, Any], package: str = "kernels") -> Kernel:
-    """Import `<package>.<name>`; raises KernelError when that fails or it has no `attention`."""
+    """Import `<package>.<name>`; raises KernelError when that fails or it answers no workload."""
     try:
         module = importlib.import_module(f"{package}.{name}")
     except Exception as fault:
         raise KernelError(f"{package}/{name}.py does not import: {type(fault).__name__}: {fault}") from fault
-    if not callable(getattr(module, "attention", None)):
-        raise KernelError(f"{package}/{name}.py defines no attention()")
+    if not any(callable(getattr(module, workload, None)) for workload in WORKLOADS):
+        raise KernelError(
+            f"{package}/{name}.py defines no {' and no '.join(f'{name}()' for name in WORKLOADS)}"
+        )
     return Kernel(module, dict(options))

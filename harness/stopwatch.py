@@ -83,10 +83,10 @@ def time_attention(
     inputs = make_inputs(problem, device.kind)
 
     def call() -> torch.Tensor:
-        return kernel.attention(*inputs, causal=problem.causal)
+        return kernel.answer(inputs, problem)
 
     report_step("references")
-    judge = Judge(problem, inputs, tolerance)
+    judge = Judge(problem, inputs, tolerance, kernel)
     report_step("first call")
     output = call()
     device.synchronize()

@@ -3,46 +3,110 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.problem import Problem
+from harness.problem import DECODE, Problem
 
 GUARD_BYTES = 4096
 # Every byte of a guard zone: 0xFF is NaN in each floating dtype, and no count or index.
 GUARD_BYTE = 0xFF
 POISONED_BLOCKS = 3
+# The unused room of a decode problem's cache holds finite garbage: a key so large that its score would
+# take the whole softmax, a value that no result could hide. (NaN would be unfair: a mask multiplies by 0.)
+GARBAGE_KEY = 60.0
+GARBAGE_VALUE = 3000.0
 
 
-def make_inputs(
-    problem: Problem, device: str, *, guarded: bool = True
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class Inputs:
+    """What a call gets: Q, K and V, and by name what else its workload needs.
+
+    `extras` holds of a decode problem `seq_lens`, (batch,) int32, where the kernel is told the lengths,
+    and `block_table`, (batch, pages_per_sequence) int32, where the cache is paged. Iterating gives q, k, v.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.q, self.k, self.v))
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """Every tensor, by its name as an argument."""
+        return {"q": self.q, "k": self.k, "v": self.v, **self.extras}
+
+
+def make_inputs(problem: Problem, device: str, *, guarded: bool = True) -> Inputs:
     """Seeded standard normal Q, K, V on the device, `guarded` by zones full of NaN around each.
 
-    A kernel that reads past the end of a tensor and lets what it read into a result gives NaN.
+    A kernel that reads past the end of a tensor and lets what it read into a result gives NaN. The pages
+    of a paged cache lie in random order; the room that no sequence uses holds garbage.
     """
-    query_shape = (problem.batch, problem.heads, problem.seq_len_q, problem.head_dim)
-    key_shape = (problem.batch, problem.kv_heads, problem.seq_len_k, problem.head_dim)
-    tensors = []
-    for shape in (query_shape, key_shape, key_shape):
-        dtype = problem.torch_dtype()
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if guarded:
-            tensor = _guarded(shape, dtype, torch.device(device))
-        else:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-        tensors.append(tensor)
-    q, k, v = tensors
-    fill(q, k, v, seed=problem.seed)
-    return q, k, v
+            return _guarded(shape, dtype, torch.device(device))
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    dtype = problem.torch_dtype()
+    q = allocate((problem.batch, problem.heads, problem.seq_len_q, problem.head_dim), dtype)
+    k, v = (allocate(problem.key_shape, dtype) for _ in range(2))
+    extras = {
+        name: allocate(tuple(values.shape), values.dtype).copy_(values)
+        for name, values in _indices(problem).items()
+    }
+    inputs = Inputs(q, k, v, extras)
+    fill(inputs, problem, seed=problem.seed)
+    return inputs
 
 
-def fill(*tensors: torch.Tensor, seed: int) -> None:
-    """Write standard normal values into the tensors, one after the other, the same for the same seed."""
-    generator = torch.Generator(device=tensors[0].device).manual_seed(seed)
-    for tensor in tensors:
+def fill(inputs: Inputs, problem: Problem, seed: int) -> None:
+    """Write standard normal values into Q, K and V, the same for the same seed.
+
+    Lengths and block table stay. What no sequence uses of a decode problem's cache holds garbage.
+    """
+    generator = torch.Generator(device=inputs.q.device).manual_seed(seed)
+    for tensor in inputs:
         tensor.normal_(generator=generator)
+    if problem.workload == DECODE:
+        for index, length in enumerate(problem.sequence_lengths):
+            for tensor, garbage in ((inputs.k, GARBAGE_KEY), (inputs.v, GARBAGE_VALUE)):
+                for room in _unused(tensor, problem, inputs.extras.get("block_table"), index, length):
+                    room.fill_(garbage)
+
+
+def _indices(problem: Problem) -> dict[str, torch.Tensor]:
+    """The tensors of integers that a kernel is given beside Q, K and V, on the CPU."""
+    indices = {}
+    if problem.states_lengths:
+        indices["seq_lens"] = torch.tensor(problem.sequence_lengths, dtype=torch.int32)
+    if problem.page_size:
+        shape = (problem.batch, problem.pages_per_sequence)
+        order = torch.Generator().manual_seed(problem.seed)
+        pages = torch.randperm(shape[0] * shape[1], generator=order)
+        indices["block_table"] = pages.to(torch.int32).view(shape)
+    return indices
+
+
+def _unused(
+    cache: torch.Tensor, problem: Problem, block_table: torch.Tensor | None, index: int, length: int
+) -> list[torch.Tensor]:
+    """Views of the room in the cache that a sequence of the batch has and does not use."""
+    if block_table is None:
+        return [cache[index, :, length:]]
+    rooms = []
+    for place, page in enumerate(block_table[index].tolist()):
+        begin = max(0, length - place * problem.page_size)
+        rooms.append(cache[page, :, begin:])
+    return rooms
 
 
 def _guarded(

@@ -65,7 +65,7 @@ def time_candidates(
             contender = kernel.with_options(candidates[index])
 
             def call(contender: Kernel = contender) -> Any:
-                return contender.attention(*inputs, causal=problem.causal)
+                return contender.answer(inputs, problem)
 
             device.series(call, per_round, cold=True)  # the warm-up of this round
             series = device.series(call, per_round, cold=True)

@@ -294,8 +294,8 @@ def test_a_softmax_without_its_maximum_overflows_with_the_large_query() -> None:
     judge = Judge(problem, inputs, TOLERANCES["fp16"])
     assert judge.judge(no_maximum(*inputs, causal=False)).right
     judge.renew(1)
-    assert float(inputs[0][:, :, -1].std()) > LARGE_QUERY / 2
-    assert float(inputs[0][:, :, :-1].std()) < 2
+    assert float(inputs.q[:, :, -1].std()) > LARGE_QUERY / 2
+    assert float(inputs.q[:, :, :-1].std()) < 2
     found = judge.judge(no_maximum(*inputs, causal=False))
     assert found.fault_kinds == ["not_finite"]
     assert "row 47" in str(found.reason)
@@ -318,7 +318,7 @@ def test_a_single_query_is_not_made_large() -> None:
     inputs = make_inputs(problem, "cpu")
     judge = Judge(problem, inputs, TOLERANCES["fp16"])
     judge.renew(1)
-    assert float(inputs[0].abs().max()) < 6
+    assert float(inputs.q.abs().max()) < 6
     assert judge.judge(attentions.right(*inputs, causal=True)).right
     assert not judge.judge(attentions.zeros(*inputs, causal=True)).right
 
@@ -333,7 +333,7 @@ def test_zeros_are_caught_at_every_length(shape: dict[str, Any], causal: bool, d
     """Whatever the absolute tolerance: outputs are as small as 0.005 here."""
     problem = make_problem(batch=1, heads=1, kv_heads=1, causal=causal, dtype=dtype, **shape)
     judge = Judge(problem, make_inputs(problem, "cpu"), LOOSE)
-    found = judge.judge(torch.zeros_like(judge.inputs[0]))
+    found = judge.judge(torch.zeros_like(judge.inputs.q))
     assert found.allclose
     assert found.fault_kinds == ["inaccurate"]
 

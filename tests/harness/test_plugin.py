@@ -11,6 +11,7 @@ import torch
 
 from harness.plugin import KernelError, load_kernel
 from harness.target import Target
+from harness.tensors import Inputs
 from tests.harness.attentions import kernel_of, make_problem, right
 
 ROOT = Path(__file__).parents[2]
@@ -43,8 +44,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("broken", "broken.py does not import: SyntaxError"),
         ("imports", "imports.py does not import: ModuleNotFoundError: No module named 'a_module_that_is"),
         ("missing", "missing.py does not import: ModuleNotFoundError"),
-        ("lacking", "lacking.py defines no attention()"),
-        ("uncallable", "uncallable.py defines no attention()"),
+        ("lacking", "lacking.py defines no attention() and no decode()"),
+        ("uncallable", "uncallable.py defines no attention() and no decode()"),
     ],
 )
 def test_a_kernel_that_cannot_be_loaded_says_which_and_why(package: str, module: str, says: str) -> None:
@@ -56,7 +57,7 @@ def test_a_kernel_that_cannot_be_loaded_says_which_and_why(package: str, module:
 def test_the_options_reach_the_kernel(package: str) -> None:
     kernel = load_kernel("good", {"factor": 5}, package)
     tensor = torch.zeros(1)
-    assert kernel.attention(tensor, tensor, tensor, causal=True) == (5, True)
+    assert kernel.answer(Inputs(tensor, tensor, tensor), make_problem(causal=True)) == (5, True)
 
 
 def test_the_options_reach_the_hooks() -> None:

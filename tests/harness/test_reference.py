@@ -49,7 +49,7 @@ def torch_attention(problem: Problem, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_fp64_reference_is_pytorchs(shape: dict[str, Any], causal: bool) -> None:
     problem = make_problem(causal=causal, **shape)
-    found = reference_fp64(*make_inputs(problem, "cpu"), problem)
+    found = reference_fp64(make_inputs(problem, "cpu"), problem)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch_attention(problem, torch.float64), rtol=1e-12, atol=1e-12)
 
@@ -58,7 +58,7 @@ def test_the_fp64_reference_is_pytorchs(shape: dict[str, Any], causal: bool) -> 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_same_dtype_reference_is_near_the_exact_one(shape: dict[str, Any], causal: bool) -> None:
     problem = make_problem(causal=causal, **shape)
-    found = reference_same_dtype(*make_inputs(problem, "cpu"), problem)
+    found = reference_same_dtype(make_inputs(problem, "cpu"), problem)
     assert found.dtype == problem.torch_dtype()
     near = {"fp16": 4e-3, "bf16": 3e-2}[problem.dtype]
     exact = torch_attention(problem, torch.float64)
@@ -70,22 +70,22 @@ def test_the_same_dtype_reference_is_near_the_exact_one(shape: dict[str, Any], c
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, causal: bool, elements: int) -> None:
     problem = make_problem(causal=causal, kv_heads=2)
     inputs = make_inputs(problem, "cpu")
-    whole = reference_fp64(*inputs, problem)
+    whole = reference_fp64(inputs, problem)
     monkeypatch.setattr(reference, "CHUNK_ELEMENTS", elements)
-    torch.testing.assert_close(reference_fp64(*inputs, problem), whole, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(reference_fp64(inputs, problem), whole, rtol=1e-13, atol=1e-13)
 
 
 def test_row_0_of_a_causal_problem_copies_the_first_value() -> None:
     problem = make_problem(causal=True)
     inputs = make_inputs(problem, "cpu")
-    for output in (reference_fp64(*inputs, problem), reference_same_dtype(*inputs, problem)):
-        assert torch.equal(output[:, :, 0].to(torch.float16), inputs[2][:, :, 0])
+    for output in (reference_fp64(inputs, problem), reference_same_dtype(inputs, problem)):
+        assert torch.equal(output[:, :, 0].to(torch.float16), inputs.v[:, :, 0])
 
 
 def test_the_inputs_are_left_alone() -> None:
     problem = make_problem(causal=True)
     inputs = make_inputs(problem, "cpu")
     copies = [tensor.clone() for tensor in inputs]
-    reference_fp64(*inputs, problem)
-    reference_same_dtype(*inputs, problem)
+    reference_fp64(inputs, problem)
+    reference_same_dtype(inputs, problem)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, copies, strict=True))
