@@ -7,6 +7,8 @@ import math
 import torch
 
 DTYPES = (torch.float16, torch.bfloat16)
+MAX_QUERIES = 8  # of a sequence in a decode call
+PAGE_SIZES = (16, 64, 128)
 
 
 def check_inputs(
@@ -27,6 +29,50 @@ def check_inputs(
 
     Raises ValueError that names the argument, says what it was and what was expected.
     """
+    _check_tensors(q, k, v, forward_only)
+    for name, tensor in (("k", k), ("v", v)):
+        _check_batch(name, tensor, q)
+    _check_heads(q, k, v)
+    _check_scale(scale)
+
+
+def check_decode_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    seq_lens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> None:
+    """Check the arguments of a decode call, which is forward only; what lies in the index tensors is not read.
+
+    q is (batch, heads, queries, head_dim) with 1 to 8 queries, the newest tokens of each sequence; k and v
+    are (batch, kv_heads, context, head_dim), or with a block_table pages, (pages, kv_heads, page_size,
+    head_dim) with a page_size of 16, 64 or 128. For the rest q, k and v are as in `check_inputs`. seq_lens
+    is (batch,) int32, contiguous; block_table is (batch, pages_per_sequence) int32 with a last stride of 1.
+    Both are on q's device, or None.
+
+    Raises ValueError that names the argument, says what it was and what was expected.
+    """
+    _check_tensors(q, k, v, forward_only=True)
+    if not 1 <= q.shape[2] <= MAX_QUERIES:
+        raise ValueError(f"q has {q.shape[2]} queries a sequence: expected 1 to {MAX_QUERIES}")
+    if block_table is None:
+        for name, tensor in (("k", k), ("v", v)):
+            _check_batch(name, tensor, q)
+    _check_heads(q, k, v)
+    if block_table is not None:
+        if k.shape[2] not in PAGE_SIZES:
+            expected = ", ".join(str(size) for size in PAGE_SIZES)
+            raise ValueError(f"k has pages of {k.shape[2]} tokens: expected one of {expected}")
+        _check_index("block_table", block_table, q, 2)
+    if seq_lens is not None:
+        _check_index("seq_lens", seq_lens, q, 1)
+    _check_scale(scale)
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_only: bool) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor, forward_only)
     for name, tensor in (("k", k), ("v", v)):
@@ -34,21 +80,49 @@ def check_inputs(
             raise ValueError(f"{name} is {_short(tensor.dtype)}: expected q's dtype, {_short(q.dtype)}")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}: expected q's device, {q.device}")
-        if tensor.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} has batch {tensor.shape[0]}: expected q's batch, {q.shape[0]}")
         if tensor.shape[3] != q.shape[3]:
             raise ValueError(f"{name} has head_dim {tensor.shape[3]}: expected q's head_dim, {q.shape[3]}")
+
+
+def _check_batch(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
+    if tensor.shape[0] != q.shape[0]:
+        raise ValueError(f"{name} has batch {tensor.shape[0]}: expected q's batch, {q.shape[0]}")
+
+
+def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if v.shape != k.shape:
         raise ValueError(f"v has shape {tuple(v.shape)}: expected k's shape, {tuple(k.shape)}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(
             f"q has {q.shape[1]} heads: expected a multiple of the {k.shape[1]} heads of k and v"
         )
+
+
+def _check_scale(scale: float | None) -> None:
     # bool is an int in Python, and True as a scale is a misplaced `causal`.
     if scale is not None and (
         isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale)
     ):
         raise ValueError(f"scale is {scale!r}: expected a finite number or None")
+
+
+def _check_index(name: str, tensor: torch.Tensor, q: torch.Tensor, dimensions: int) -> None:
+    """Check seq_lens or block_table: int32, one row a sequence, on q's device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor or None")
+    expected = "(batch,)" if dimensions == 1 else "(batch, pages_per_sequence)"
+    if tensor.dim() != dimensions or tensor.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}: expected {expected}, with q's batch, {q.shape[0]}"
+        )
+    if tensor.dtype != torch.int32:
+        raise ValueError(f"{name} is {_short(tensor.dtype)}: expected int32")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}: expected q's device, {q.device}")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(
+            f"{name} has a last stride of {tensor.stride(-1)}: expected 1 (call {name}.contiguous() first)"
+        )
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, forward_only: bool) -> None:

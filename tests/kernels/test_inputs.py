@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from kernels.inputs import check_inputs
+from kernels.inputs import check_decode_inputs, check_inputs
 
 
 def tensor(*shape, dtype=torch.float16, device="cpu"):
@@ -75,3 +75,78 @@ def test_a_forward_only_kernel_refuses_a_gradient_only_while_gradients_are_recor
     check_inputs(**tensors)
     with torch.no_grad():
         check_inputs(**tensors, forward_only=True)
+
+
+NEWEST = tensor(2, 4, 1, 16)
+PAGES = tensor(5, 2, 64, 16)
+LENGTHS = torch.tensor([7, 0], dtype=torch.int32)
+TABLE = torch.tensor([[0, 4, 1], [2, 3, -1]], dtype=torch.int32)
+
+BAD_DECODE = {
+    "no query": ((tensor(2, 4, 0, 16), K, K), {}, ["q has 0 queries", "expected 1 to 8"]),
+    "nine queries": ((tensor(2, 4, 9, 16), K, K), {}, ["q has 9 queries", "expected 1 to 8"]),
+    "rank": ((tensor(4, 1, 16), K, K), {}, ["q has 3 dimensions"]),
+    "fp32": ((tensor(2, 4, 1, 16, dtype=torch.float32), K, K), {}, ["q is float32"]),
+    "mixed dtypes": ((NEWEST, K.bfloat16(), K), {}, ["k is bfloat16", "q's dtype, float16"]),
+    "batch": ((NEWEST, tensor(3, 2, 7, 16), tensor(3, 2, 7, 16)), {}, ["k has batch 3", "q's batch, 2"]),
+    "head_dim": ((NEWEST, K, tensor(2, 2, 7, 8)), {}, ["v has head_dim 8"]),
+    "v's length": ((NEWEST, K, tensor(2, 2, 8, 16)), {}, ["v has shape (2, 2, 8, 16)"]),
+    "heads": ((NEWEST, tensor(2, 3, 7, 16), tensor(2, 3, 7, 16)), {}, ["q has 4 heads", "3 heads of k"]),
+    "last stride": ((NEWEST, tensor(2, 2, 7, 32)[..., ::2], K), {}, ["k has a last stride of 2"]),
+    "scale": ((NEWEST, K, K), {"scale": math.inf}, ["scale is inf"]),
+    "lengths in a list": ((NEWEST, K, K), {"seq_lens": [7, 0]}, ["seq_lens is a list"]),
+    "lengths in int64": ((NEWEST, K, K), {"seq_lens": LENGTHS.long()}, ["seq_lens is int64", "int32"]),
+    "too few lengths": ((NEWEST, K, K), {"seq_lens": LENGTHS[:1]}, ["seq_lens has shape (1,)", "batch, 2"]),
+    "lengths in a column": ((NEWEST, K, K), {"seq_lens": LENGTHS[:, None]}, ["seq_lens has shape (2, 1)"]),
+    "lengths elsewhere": ((NEWEST, K, K), {"seq_lens": LENGTHS.to("meta")}, ["seq_lens is on meta", "cpu"]),
+    "lengths apart": (
+        (NEWEST, K, K),
+        {"seq_lens": torch.zeros(4, dtype=torch.int32)[::2]},
+        ["seq_lens has a last stride of 2"],
+    ),
+    "page size": (
+        (NEWEST, tensor(5, 2, 32, 16), tensor(5, 2, 32, 16)),
+        {"block_table": TABLE},
+        ["k has pages of 32 tokens", "16, 64, 128"],
+    ),
+    "no table": ((NEWEST, PAGES, PAGES), {}, ["k has batch 5: expected q's batch, 2"]),
+    "table of one row": (
+        (NEWEST, PAGES, PAGES),
+        {"block_table": TABLE[:1]},
+        ["block_table has shape (1, 3)"],
+    ),
+    "flat table": ((NEWEST, PAGES, PAGES), {"block_table": TABLE[:, 0]}, ["block_table has shape (2,)"]),
+    "table in int64": ((NEWEST, PAGES, PAGES), {"block_table": TABLE.long()}, ["block_table is int64"]),
+    "table apart": (
+        (NEWEST, PAGES, PAGES),
+        {"block_table": TABLE[:, ::2]},
+        ["block_table has a last stride of 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DECODE)
+def test_a_bad_argument_of_a_decode_call_is_refused_by_name(case):
+    tensors, indices, fragments = BAD_DECODE[case]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is what the next line checks
+        check_decode_inputs(*tensors, **indices)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_a_decode_call_refuses_a_gradient_only_while_gradients_are_recorded():
+    q = NEWEST.clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"q requires a gradient.*forward only"):
+        check_decode_inputs(q, K, K)
+    with torch.no_grad():
+        check_decode_inputs(q, K, K)
+
+
+def test_caches_with_and_without_lengths_and_pages_are_accepted():
+    for queries in (1, 8):
+        q = tensor(2, 4, queries, 16)
+        check_decode_inputs(q, K, K)
+        check_decode_inputs(q, K, K, seq_lens=LENGTHS, scale=0.5)
+        check_decode_inputs(q, PAGES, PAGES, block_table=TABLE)
+        check_decode_inputs(q, PAGES, PAGES, seq_lens=LENGTHS, block_table=TABLE[:, :2])
+    check_decode_inputs(NEWEST, tensor(2, 1, 0, 16), tensor(2, 1, 0, 16))
