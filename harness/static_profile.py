@@ -76,7 +76,8 @@ def option_sets(
     """The launch options to compile: the kernel's first candidates for the target, and these others."""
     offered = kernel.candidates(problem, target)[:at_most] or [kernel.options]
     wanted = [*offered, *({**kernel.options, **options} for options in others)]
-    return [options for place, options in enumerate(wanted) if options not in wanted[:place]]
+    given = [{name: value for name, value in options.items() if value is not None} for options in wanted]
+    return [options for place, options in enumerate(wanted) if given[place] not in given[:place]]
 
 
 def profile_kernel(kernel: Kernel, problem: Problem, target: Target) -> list[dict[str, Any]]:

@@ -90,6 +90,7 @@ def load_config(raw: Mapping[str, Any], kernels_folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = _with_defaults(plain, schema, schema)
     _check_environment(config, faults)
     _check_implementations(config, kernels_folder, faults)
+    _check_static_profile(config, kernels_folder, faults)
     _check_baseline(config, faults)
     _check_warm_up(config, faults)
     _check_sweeps(config, faults)
@@ -366,6 +367,25 @@ def _check_implementations(config: dict[str, Any], folder: Path, faults: _Faults
             continue
         if faults.sound(*keys, "options"):
             _check_options(implementation["options"], options, kernel, (*keys, "options"), faults)
+
+
+def _check_static_profile(config: dict[str, Any], folder: Path, faults: _Faults) -> None:
+    keys = ("static_profile", "options")
+    if not faults.sound(*keys):
+        return
+    for kernel, sets in config["static_profile"]["options"].items():
+        if not faults.sound(*keys, kernel):
+            continue
+        try:
+            options = _options(folder / f"{kernel}.py")
+        except _SourceError as fault:
+            instead = _instead(kernel, available_kernels(folder), "there is no kernel at all")
+            faults.add((*keys, kernel), f"{fault}; {instead}")
+            continue
+        for index, given in enumerate(sets):
+            place = (*keys, kernel, index)
+            if faults.sound(*place):
+                _check_options(given, options, kernel, place, faults)
 
 
 def _check_options(

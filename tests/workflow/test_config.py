@@ -58,7 +58,7 @@ NULL = "null (nothing is written below the key)"
 NUMBER_AS_TEXT = "text (--config gives what is in a list or a mapping as text)"
 TOP_KEYS = (
     "device, environment, one_gpu_per_sweep, time_limit_s, implementations, baseline, correctness, timing,"
-    " tuning, sdpa_diagnostic, sweeps"
+    " tuning, sdpa_diagnostic, static_profile, profile, sweeps"
 )
 TIMING_KEYS = (
     "processes, samples, samples_interpreted, second_timer_seq_lens, warm_up_min_s, warm_up_max_s,"
@@ -643,7 +643,8 @@ def test_shipped_configs_are_valid(name):
 
 def test_the_default_config_writes_out_the_schemas_defaults(kernels):
     raw = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
-    # Which implementation is the baseline is a choice, as the implementations are.
+    # Which implementation is the baseline is a choice, as the implementations are, and so are option sets.
+    raw["static_profile"]["options"] = {}
     needed = {key: raw[key] for key in (*load_schema()["required"], "baseline")}
     assert load_config(needed, kernels) == load_config(raw, kernels)
 
@@ -695,6 +696,7 @@ def test_every_number_of_the_configuration_says_its_unit_or_counts_something():
         "absolute",
         "batch",
         "batches",
+        "candidates",
         "cpu",
         "cuda",
         "head_dim",

@@ -1,0 +1,92 @@
+"""Why is it as fast as it is? Asked on request only: `snakemake static_profile`, `snakemake profile`."""
+
+from workflow.profiling import (
+    PROFILE_SCRIPTS,
+    STATIC_PROFILE,
+    kernel_of,
+    static_job,
+    static_jobs,
+    up_to_date,
+)
+
+
+rule profile_statically:
+    input:
+        script=ancient(ROOT / PROFILE_SCRIPTS[STATIC_PROFILE]),
+        kernel=ancient(
+            lambda wildcards: f"{ROOT}/kernels/{kernel_of(PLAN, wildcards.sweep, wildcards.tuned)}.py"
+        ),
+        environment=ancient(PLAN.environment_file),
+    output:
+        f"{PLAN.folder}/{STATIC_PROFILE}/{{sweep}}/{{tuned}}/{{target}}.json",
+    log:
+        f"logs/{PLAN.environment}/{STATIC_PROFILE}/{{sweep}}/{{tuned}}/{{target}}.log",
+    wildcard_constraints:
+        target=r"sm_\d+",
+    conda:
+        "../envs/attention.yaml"
+    resources:
+        # It compiles on every CPU there is, side by side: never beside a measurement.
+        gpu=1,
+        time_limit_s=TIME_LIMIT_S,
+    params:
+        spec=lambda wildcards: canonical_json(
+            static_job(PLAN, wildcards.sweep, wildcards.tuned, wildcards.target).spec
+        ),
+    message:
+        "compile {wildcards.tuned} for {wildcards.target} (sweep {wildcards.sweep})"
+    shell:
+        "python {input.script:q} --spec {params.spec:q} --output {output:q}"
+        " --time-limit-s {resources.time_limit_s} > {log:q} 2>&1"
+
+
+rule render_static_profile:
+    input:
+        script=ancient(ROOT / "workflow/scripts/render_static_profile.py"),
+        records=lambda wildcards: up_to_date(
+            static_jobs(PLAN), Path.cwd(), workflow.dag.forcefiles
+        ),
+    output:
+        page="report/static_profile.md",
+        csv="results/static_profile.csv",
+        table=report(
+            "report/tables/static_profile.html",
+            category="Profile",
+            caption="../report/static_profile.rst",
+            labels={"what": "static profile, table"},
+        ),
+    log:
+        "logs/render_static_profile.log",
+    conda:
+        "../envs/attention.yaml"
+    params:
+        config=canonical_json(CONFIG),
+        device=DEVICE,
+        environment=PLAN.environment,
+        source=source_digest(ROOT / "workflow/scripts/render_static_profile.py", ROOT),
+    message:
+        "write the static profile"
+    shell:
+        "python {input.script:q} --config {params.config:q} --device {params.device}"
+        " --environment {params.environment:q} --page {output.page:q} --csv {output.csv:q}"
+        " --table {output.table:q} > {log:q} 2>&1"
+
+
+rule static_profile:
+    input:
+        script=ancient(ROOT / "workflow/scripts/render_static_profile.py"),
+        page="report/static_profile.md",
+    log:
+        "logs/static_profile.log",
+    conda:
+        "../envs/attention.yaml"
+    params:
+        config=canonical_json(CONFIG),
+        device=DEVICE,
+        environment=PLAN.environment,
+    message:
+        "what the static profile found ({input.page})"
+    shell:
+        # Its standard output is for the person; it ends non-zero where a target could not be compiled.
+        "python {input.script:q} --config {params.config:q} --device {params.device}"
+        " --environment {params.environment:q} 2> {log:q}"
