@@ -486,10 +486,11 @@ def _candidates(
 
 # The tables below go by head_dim rounded up to a power of two; the figures are what ptxas reports.
 
-# sm_75: Triton has no tensor-core path there, and a tile any larger spills its accumulators.
+# sm_75: Triton has no tensor-core path there. None of these spills, with or without a mask or a tail
+# (`snakemake static_profile`); from head_dim 64 on, a warp with twice the scores does.
 _SCALAR = {
-    32: [_launch(32, 32, 4, 1), _launch(64, 32, 8, 1)],
-    64: [_launch(32, 32, 4, 1), _launch(64, 16, 4, 1), _launch(64, 32, 8, 1)],
+    32: [_launch(32, 32, 4, 1), _launch(64, 32, 8, 1), _launch(64, 32, 4, 1), _launch(128, 32, 8, 1)],
+    64: [_launch(32, 32, 4, 1), _launch(64, 16, 4, 1), _launch(64, 32, 8, 1), _launch(128, 16, 8, 1)],
     128: [_launch(32, 16, 4, 1), _launch(32, 32, 8, 1), _launch(64, 16, 8, 1)],
     256: [_launch(16, 16, 4, 1), _launch(32, 16, 8, 1)],
 }
