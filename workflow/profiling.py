@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.digest import defines_function, source_digest
-from workflow.plan import MEMORY, Job, Plan
+from harness.record import spec_digest
+from workflow.plan import MEMORY, ROOFLINE, TIMING, Job, Plan
 from workflow.tables import load
 
 STATIC_PROFILE = "static_profile"
@@ -101,6 +102,12 @@ def up_to_date(jobs: list[Job], root: Path, to_run: set[Any]) -> list[str]:
             if record.spec != job.spec or not record.started_at:
                 to_run.add(job.path)
     return [job.path for job in jobs]
+
+
+def seen_on_disk(plan: Plan, root: Path) -> str:
+    """A digest of when the records were made that the profile's page tells of, where they are there."""
+    jobs = [job for job in plan.jobs() if job.phase in (TIMING, MEMORY, ROOFLINE)]
+    return spec_digest({job.path: load(job, root).started_at for job in jobs})
 
 
 def _spec(plan: Plan, phase: str, implementation: str, problem: dict[str, Any]) -> dict[str, Any]:

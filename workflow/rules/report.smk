@@ -142,7 +142,10 @@ rule render_report:
 
 rule report:
     input:
-        results=FIGURES + TABLES,
+        # The profile's are shown where it was asked for (`snakemake profile`), and are not made for this.
+        results=FIGURES
+        + TABLES
+        + [path for path in PROFILE_RESULTS if Path(path).exists()],
         captions=sorted((ROOT / "workflow/report").glob("*.rst")),
     output:
         "report/report.html",

@@ -1,0 +1,274 @@
+"""The profile's page: made for real on the CPU, and its rules on the numbers of a run on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pandas as pd
+import pytest
+
+from harness.ncu import counter_values, kernel_cells, read_csv
+from harness.record import ERROR, OK, UNSUPPORTED, Record
+from tests.workflow.checkout import Checkout, small_config
+from workflow.config import load_config
+from workflow.limits import (
+    ALLOCATED,
+    COMPUTE,
+    COUNTED,
+    LATENCY,
+    LAUNCH,
+    MEMORY_BOUND,
+    NEEDED,
+    NO_TENSOR,
+    POWER,
+    SPILLING,
+    Evidence,
+    _bytes_moved,
+    limits,
+    words,
+)
+from workflow.plan import Plan
+from workflow.profile_page import (
+    counter_sections,
+    fault_lines,
+    fewer_and_slower,
+    in_short,
+    limits_page,
+    profile_page,
+    wins,
+)
+from workflow.profiling import counter_job, counter_jobs
+from workflow.roofline_figure import roofline_figure
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = ROOT / "docs" / "results" / "h200" / "default" / "benchmark.csv"
+HAND_MADE = ROOT / "tests" / "data" / "hand_made" / "ncu_raw.csv"
+ENVIRONMENT = {
+    "gpu": None, "cpu": "a CPU", "cpu_threads_torch": 2, "torch": "2", "triton": "3", "python": "3",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    checkout = Checkout.make(tmp_path_factory.mktemp("profile"))
+    config = small_config(naive="naive", sdpa="sdpa", triton="triton_flash")
+    config["static_profile"] = {"targets": ["sm_80"], "candidates": 1}
+    checkout.configure(config)
+    before = checkout.snakemake("profile")
+    page = (checkout.folder / "report" / "profile.md").read_text()
+    measured = checkout.snakemake("timing", "measure_roofline")
+    assert measured.returncode == 0, measured.stdout
+    return checkout, before, page
+
+
+class TestARealProfile:
+    def test_without_a_gpu_and_before_any_measurement_the_static_part_stands_alone_and_says_why(
+        self, profiled
+    ):
+        _, before, page = profiled
+        assert before.returncode == 0, before.stdout
+        assert "No latency was measured here yet" in page
+        assert "No counters: there is no GPU here" in page
+        assert "## Compiled: sweep tiny" in page
+        assert "- `sm_80`: tensor cores through mma" in before.stdout
+
+    def test_what_was_timed_in_the_meantime_is_told_and_nothing_is_timed_for_it(self, profiled):
+        checkout, _, _ = profiled
+        assert set(checkout.planned("profile")) == {"render_profile", "profile"}
+        result = checkout.snakemake("profile")
+        assert result.returncode == 0, result.stdout
+        page = (checkout.folder / "report" / "profile.md").read_text()
+        assert "## What limits it" in page
+        assert "Measured on" in page
+        naive, sdpa = (
+            [line for line in page.splitlines() if f"| {name} " in line] for name in ("naive", "sdpa")
+        )
+        assert naive
+        assert sdpa
+        # The interpreter's times mean nothing: they limit nothing.
+        assert not [line for line in page.splitlines() if line.startswith("| tiny") and "| triton " in line]
+        ElementTree.parse(checkout.folder / "report" / "figures" / "tiny_roofline.svg")
+        assert "naive" in (checkout.folder / "report" / "tables" / "limits.html").read_text()
+        assert set(checkout.planned("profile")) == {"profile"}
+
+    def test_it_is_no_part_of_the_run(self, profiled):
+        checkout, _, _ = profiled
+        assert not {"render_profile", "read_counters", "profile_statically"} & set(checkout.planned("all"))
+
+
+@pytest.fixture(scope="module")
+def published():
+    """The published run's rows; the machine's rates are those that were measured on such a GPU."""
+    table = pd.read_csv(PUBLISHED)
+    rows = []
+    for row in table[table["twin_of"].isna()].to_dict("records"):
+        memory = Record(
+            phase="memory",
+            spec={},
+            status=OK,
+            values={name: row[name] for name in ("extra_bytes", "workspace_bytes")},
+        )
+        moved, source = _bytes_moved(int(row["working_set_bytes"]), memory, {})
+        rows.append(
+            Evidence(
+                row["sweep"],
+                row["seq_len"],
+                row["implementation"],
+                latency_ms=row["latency_ms"],
+                flop_count=int(row["teraflops_per_second"] * row["latency_ms"] * 1e9),
+                minimal_bytes=int(row["working_set_bytes"]),
+                bytes_moved=int(moved),
+                bytes_from=source,
+                matrix_rate=790e12,
+                bandwidth=4.31e12,
+                marks=() if pd.isna(row["marks"]) else tuple(row["marks"].split()),
+                host_time_us=row["host_time_us"],
+                throttle_reasons="" if pd.isna(row["throttle_reasons"]) else row["throttle_reasons"],
+                power_w=row["power_w_max"],
+            )
+        )
+    return {(row.sweep, row.seq_len, row.implementation): row for row in rows}
+
+
+def test_each_row_of_a_published_run_has_the_words_that_its_numbers_deserve(published):
+    assert words(published["article", 512, "sdpa"]) == LAUNCH
+    assert words(published["article", 8192, "naive"]) == MEMORY_BOUND
+    assert words(published["article", 8192, "sdpa"]) == COMPUTE
+    assert words(published["llm", 16384, "triton"]) == f"{COMPUTE}, {POWER}"
+    assert "launch takes the host" in limits(published["article", 512, "sdpa"])[0].sentence
+    assert "20 GiB" in limits(published["article", 8192, "naive"])[0].sentence
+    assert "at 678 W" in limits(published["llm", 16384, "triton"])[1].sentence
+
+
+def test_who_wins_is_told_with_what_the_others_pay_for(published):
+    first = wins(list(published.values()))[0]
+    assert first.startswith(
+        "Sweep article, seq_len 8192: **sdpa** wins with 484 TFLOP/s, 61 % of the matrix rate;"
+    )
+    assert "naive takes 11.3 times as long: it moves at least 320 times the bytes" in first
+    assert "triton takes 1.04 times as long, moving as much" in first
+    assert (
+        "Nothing that moves far fewer bytes than another is slower here."
+        in wins(list(published.values()))[-1]
+    )
+
+
+def test_a_kernel_that_moves_fewer_bytes_and_loses_is_told_with_its_limits(published):
+    naive = published["article", 8192, "naive"]
+    slow = replace(published["article", 8192, "triton"], latency_ms=9.9, static=scalar())
+    (line,) = fewer_and_slower([naive, slow])
+    assert "**triton** moves fewer bytes than naive and is slower" in line
+    assert "no tensor-core instruction" in line
+    assert "its loops have 1627 loads and 1012 stores of spilled registers" in line
+
+
+def scalar():
+    return {
+        "target": "sm_75", "verdicts": "no tensor cores; spills", "loop_local_load": 1627,
+        "loop_local_store": 1012,
+    }  # fmt: skip
+
+
+def test_where_neither_rate_is_used_instructions_wait_and_the_counters_say_for_what(published):
+    row = replace(published["article", 4096, "triton"], latency_ms=2.0)
+    assert words(row) == LATENCY
+    kernels = kernel_cells(read_csv(HAND_MADE.read_text()))
+    (limit,) = limits(replace(row, kernels=kernels))
+    assert "in gemm 2.5 warps wait for long_scoreboard for each one that issues" in limit.sentence
+
+
+def test_counters_overrule_what_the_machine_code_only_suggests(published):
+    row = replace(published["article", 4096, "triton"], static=scalar())
+    assert {NO_TENSOR, SPILLING} <= set(words(row).split(", "))
+    counters = {
+        "tensor_pipe_percent": 55.0, "local_load_bytes": 0.0, "local_store_bytes": 0.0, "l2_bytes": 1e9,
+    }  # fmt: skip
+    assert words(replace(row, counters=counters)) == COMPUTE
+    idle = counters | {"tensor_pipe_percent": 0.0, "local_load_bytes": 5e7}
+    assert words(replace(row, counters=idle)) == f"{COMPUTE}, {NO_TENSOR}, {SPILLING}"
+
+
+def test_bytes_are_counted_ones_where_there_are_any_and_else_the_least_that_is_known():
+    memory = Record(phase="memory", spec={}, status=OK, values={"extra_bytes": 5000, "workspace_bytes": 1000})
+    assert _bytes_moved(1000, memory, {"dram_read_bytes": 7.0, "dram_write_bytes": 2.0}) == (9, COUNTED)
+    assert _bytes_moved(1000, memory, {}) == (1000 + 2 * 4000, ALLOCATED)
+    assert _bytes_moved(1000, replace(memory, values={"extra_bytes": 1536}), {})[1] == ALLOCATED
+    assert _bytes_moved(1000, replace(memory, values={"extra_bytes": 512}), {}) == (1000, NEEDED)
+    assert _bytes_moved(1000, replace(memory, status=ERROR, values={}), {}) == (1000, NEEDED)
+
+
+def gpu_plan():
+    config = small_config(naive="naive", sdpa="sdpa", triton="triton_flash", twin="sdpa")
+    config["sweeps"]["tiny"]["seq_lens"]["cuda"] = [64, 128]
+    config["profile"] = {"seq_lens": [128]}
+    config["device"] = "cuda"
+    return Plan(load_config(config, ROOT / "kernels"), "cuda", "h200", ROOT)
+
+
+def test_on_a_gpu_each_implementation_is_profiled_at_the_lengths_that_were_chosen():
+    jobs = counter_jobs(gpu_plan())
+    assert [(job.implementation, job.seq_len) for job in jobs] == [
+        ("naive", 128),
+        ("sdpa", 128),
+        ("triton", 128),
+    ]
+    assert counter_jobs(Plan(gpu_plan().config, "cpu", "here", ROOT)) == []
+
+
+def counters(**statuses):
+    """Profile records; `ok` ones hold the kernels of the table that was made by hand."""
+    plan = gpu_plan()
+    kernels = read_csv(HAND_MADE.read_text())
+    found = []
+    for name, status in statuses.items():
+        job = counter_job(plan, "tiny", name, 128)
+        record = Record(phase="profile", spec=job.spec, status=status, reason=f"why | {name}")
+        if status == OK:
+            record = replace(record, reason=None, values=counter_values(kernels), cells=kernel_cells(kernels))
+        found.append((job, record))
+    return found
+
+
+def test_every_kernel_of_a_call_is_named_and_what_could_not_be_counted_says_why():
+    text = "\n".join(counter_sections(counters(naive=OK, sdpa=UNSUPPORTED), "cuda"))
+    assert "gemm" in text
+    assert "softmax\\_kernel" in text
+    assert "3.81 MiB / 1.43 MiB" in text  # DRAM read and written, the two kernels together
+    assert "sdpa at seq_len 128 (sweep tiny): unsupported: why \\| sdpa" in text
+    assert "long\\_scoreboard 6.5" in text
+
+
+def test_where_nothing_can_be_counted_the_page_says_why_once():
+    refused = counters(naive=UNSUPPORTED, sdpa=UNSUPPORTED)
+    assert in_short([], refused, "cuda")[-1].startswith("No counters: why \\| naive; why \\| sdpa.")
+    page = profile_page([], refused, [], ENVIRONMENT, "cuda", {})
+    assert "No latency was measured here yet" in page
+    assert fault_lines(refused) == []
+    assert fault_lines(counters(naive=ERROR)) == ["error: naive at seq_len 128 (sweep tiny): why | naive"]
+
+
+def test_no_duration_of_ncu_stands_on_the_page(published):
+    """Its kernels took 3,000 and 1,000 ns: shares of them may be shown, times may not."""
+    page = profile_page([], counters(naive=OK), [], ENVIRONMENT, "cuda", {})
+    assert "75 %" in page
+    for text in ("3,000", "3000", "0.003", "1,000 ns", "3 us"):
+        assert text not in page
+
+
+def test_the_roofline_has_every_implementation_both_roofs_and_the_same_bytes_each_time(published):
+    rows = [row for row in published.values() if row.sweep == "article"]
+    svg = roofline_figure("article", rows)
+    ElementTree.fromstring(svg)
+    for text in ("naive", "sdpa", "triton", "matrix rate 790 TFLOP/s", "bandwidth 4.31 TB/s", "8192"):
+        assert text in svg
+    assert svg == roofline_figure("article", rows)
+    assert "no number to draw" in roofline_figure("article", [])
+
+
+def test_the_html_table_has_every_row_and_its_reasons(published):
+    table = limits_page(list(published.values()))
+    assert table.count("<tr>") == len(published) + 1
+    assert "power cap at 678 W" in table
+    assert "No latency was measured" in limits_page([])

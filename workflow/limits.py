@@ -1,0 +1,304 @@
+"""What limits an implementation: words that stated rules make of measured numbers, with those numbers.
+
+The rules stand in RULES and on the page. Shares are of what the same run measured the machine to do, the
+matrix rate of the same dtype and the bandwidth (harness/roofline.py), not of a data sheet.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.problem import TORCH_DTYPE_NAMES
+from harness.record import OK, Record
+from harness.static_profile import NO_TENSOR_CORES, SPILLS
+from workflow.plan import MEMORY, TIMING, Plan
+from workflow.profiling import PROFILE, counter_job
+from workflow.static_profile import Row, options_text
+from workflow.tables import held_against, load, load_measurement, one_line
+
+LAUNCH = "launch-bound"
+COMPUTE = "compute-bound"
+MEMORY_BOUND = "memory-bound"
+LATENCY = "latency-bound"
+NO_TENSOR = "no tensor cores"
+SPILLING = "spilling"
+POWER = "power-capped"
+HALF = 0.5  # a rate that is used by more than this limits
+FEW = 1.0  # percent of the tensor pipe: less is none
+SPILL_SHARE = 0.01  # of the bytes that L2 moves, in local memory: less is no spilling to speak of
+RULES = {
+    LAUNCH: "the host takes longer to launch a call than the device to run it (the mark `launch_bound`)",
+    COMPUTE: "more than half of the measured matrix rate is reached, a greater share than of the bandwidth",
+    MEMORY_BOUND: "more than half of the measured bandwidth is used, a greater share than of the matrix rate",
+    LATENCY: "neither rate is used by more than half, and the host is not what it waits for: instructions"
+    " wait for each other",
+    NO_TENSOR: "the counters show the tensor pipe idle (below 1 %), or the machine code does not use it",
+    SPILLING: "local memory is 1 % or more of what L2 moves, or loops of the machine code load or store it",
+    POWER: "the GPU named its power cap as a reason to throttle while samples were taken",
+}
+COUNTED, ALLOCATED, NEEDED = "counted", "allocated", "needed"
+WHERE_FROM = {
+    COUNTED: "DRAM bytes that ncu counted",
+    ALLOCATED: "inputs, output, and what a call allocates besides, written once and read once",
+    NEEDED: "inputs read once and output written once",
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One timed row, with what else is known of it.
+
+    `matrix_rate` is in operations and `bandwidth` in bytes a second, both measured; `counters` are the
+    values of a profile record, `kernels` its cells; `static` the row of the machine code that ran.
+    """
+
+    sweep: str
+    seq_len: int
+    implementation: str
+    latency_ms: float
+    flop_count: int
+    minimal_bytes: int
+    bytes_moved: int
+    bytes_from: str
+    matrix_rate: float
+    bandwidth: float
+    marks: tuple[str, ...] = ()
+    host_time_us: float | None = None
+    throttle_reasons: str = ""
+    power_w: float | None = None
+    counters: dict[str, Any] = field(default_factory=dict)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    static: Row | None = None
+    measured_at: str = ""
+    commit: str | None = None
+    dirty: bool | None = None
+
+    @property
+    def rate(self) -> float:
+        """Operations a second."""
+        return self.flop_count / self.latency_ms * 1e3
+
+    @property
+    def matrix_share(self) -> float:
+        return self.rate / self.matrix_rate
+
+    @property
+    def memory_share(self) -> float:
+        """The share of the bandwidth that the bytes it moves at least take up."""
+        return self.bytes_moved / self.latency_ms * 1e3 / self.bandwidth
+
+    @property
+    def intensity(self) -> float:
+        """Operations for each byte that it moves at least."""
+        return self.flop_count / self.bytes_moved
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A word of RULES, and the sentence with the figures that it rests on."""
+
+    word: str
+    sentence: str
+
+
+def limits(row: Evidence) -> list[Limit]:
+    """What limits a row; by the rules, in the order in which they are asked."""
+    found = []
+    if "launch_bound" in row.marks:
+        took = "" if row.host_time_us is None else f" {row.host_time_us:.3g} us"
+        found.append(
+            Limit(LAUNCH, f"a launch takes the host{took}, and the device runs it in {_us(row.latency_ms)}")
+        )
+    matrix, memory = row.matrix_share, row.memory_share
+    share_of_matrix = f"{rate_text(row.rate)} TFLOP/s are {percent_text(matrix)} of the measured matrix rate"
+    share_of_memory = (
+        f"{bytes_text(row.bytes_moved)} ({WHERE_FROM[row.bytes_from]}) take {percent_text(memory)} of the"
+        " measured bandwidth"
+    )
+    if matrix > HALF and matrix >= memory:
+        found.append(Limit(COMPUTE, f"{share_of_matrix}, and {share_of_memory}"))
+    elif memory > HALF:
+        found.append(Limit(MEMORY_BOUND, f"{share_of_memory}, and {share_of_matrix}"))
+    elif not found:
+        found.append(Limit(LATENCY, f"{share_of_matrix}, and {share_of_memory}{_waits(row)}"))
+    found += [limit for limit in (_tensor_cores(row), _spilling(row), _power(row)) if limit]
+    return found
+
+
+def _tensor_cores(row: Evidence) -> Limit | None:
+    busy = row.counters.get("tensor_pipe_percent")
+    if busy is not None:
+        return Limit(NO_TENSOR, f"its tensor pipe is busy {busy:.1f} % of the time") if busy < FEW else None
+    if row.static is not None and NO_TENSOR_CORES in row.static["verdicts"]:
+        return Limit(NO_TENSOR, f"its machine code for {row.static['target']} has no tensor-core instruction")
+    return None
+
+
+def _spilling(row: Evidence) -> Limit | None:
+    loads, stores = row.counters.get("local_load_bytes"), row.counters.get("local_store_bytes")
+    l2_bytes = row.counters.get("l2_bytes")
+    if loads is not None and stores is not None and l2_bytes:
+        local = loads + stores
+        if local < SPILL_SHARE * l2_bytes:
+            return None
+        return Limit(
+            SPILLING,
+            f"{bytes_text(local)} go through local memory, {percent_text(local / l2_bytes)} of L2's bytes",
+        )
+    if row.static is not None and SPILLS in row.static["verdicts"]:
+        loads, stores = row.static["loop_local_load"], row.static["loop_local_store"]
+        if loads or stores:
+            return Limit(SPILLING, f"its loops have {loads} loads and {stores} stores of spilled registers")
+    return None
+
+
+def _power(row: Evidence) -> Limit | None:
+    if "power cap" not in row.throttle_reasons:
+        return None
+    watts = "" if row.power_w is None else f" at {row.power_w:.0f} W"
+    return Limit(POWER, f"the GPU held its clock down for its power cap{watts}")
+
+
+def _waits(row: Evidence) -> str:
+    """The most frequent reason to wait of the kernel that takes longest, where the counters tell."""
+    if not row.kernels:
+        return ""
+    longest = max(row.kernels, key=lambda kernel: kernel["share"] or 0.0)
+    if not longest["stalls"]:
+        return ""
+    reason, warps = next(iter(longest["stalls"].items()))
+    return (
+        f"; in {one_line(longest['short_name'])} {warps:.1f} warps wait for {reason} for each one that issues"
+    )
+
+
+def words(row: Evidence) -> str:
+    return ", ".join(limit.word for limit in limits(row))
+
+
+# --- where the evidence comes from
+
+
+def evidence(plan: Plan, root: Path, static: list[Row], target: str | None) -> list[Evidence]:
+    """All rows that were timed on this machine, as compiled code, by a run that measured its rates.
+
+    `static` are the rows of the static profile, and `target` is what this machine is among their targets.
+    """
+    roofline = load(plan.roofline_job(), root)
+    if roofline.status != OK:
+        return []
+    bandwidth = max(roofline.values[f"{what}_bytes_per_second"] for what in ("read", "copy"))
+    found = []
+    for sweep, seq_len, implementation in plan.cells():
+        if plan.twin_of(implementation) != implementation or not plan.measures(sweep, TIMING):
+            continue
+        job = plan.sweep_job(TIMING, sweep, implementation, seq_len)
+        timing = held_against(load_measurement(plan, job, root), roofline)
+        if timing.status != OK or "interpreted" in timing.marks:
+            continue
+        # A CPU may compute in another dtype than it is given: there the best rate of any.
+        dtype = TORCH_DTYPE_NAMES[job.spec["problem"]["dtype"]]
+        rate = f"matrix_{dtype}" if plan.device == "cuda" else "matrix"
+        profile = load(counter_job(plan, sweep, implementation, seq_len), root)
+        memory = load(plan.sweep_job(MEMORY, sweep, implementation, seq_len), root)
+        found.append(
+            _evidence(
+                (sweep, seq_len, implementation),
+                timing,
+                memory,
+                profile,
+                matrix_rate=roofline.values[f"{rate}_teraflops_per_second"] * 1e12,
+                bandwidth=bandwidth,
+                static=_static_row(plan, static, target, sweep, implementation, timing),
+            )
+        )
+    return found
+
+
+def _evidence(
+    place: tuple[str, int, str],
+    timing: Record,
+    memory: Record,
+    profile: Record,
+    *,
+    matrix_rate: float,
+    bandwidth: float,
+    static: Row | None,
+) -> Evidence:
+    values = timing.values
+    counters = profile.values if profile.phase == PROFILE and profile.status == OK else {}
+    moved, source = _bytes_moved(values["working_set_bytes"], memory, counters)
+    return Evidence(
+        *place,
+        latency_ms=values["latency_ms"],
+        flop_count=values["flop_count"],
+        minimal_bytes=values["working_set_bytes"],
+        bytes_moved=moved,
+        bytes_from=source,
+        matrix_rate=matrix_rate,
+        bandwidth=bandwidth,
+        marks=tuple(timing.marks),
+        host_time_us=values.get("host_time_us"),
+        throttle_reasons=str(values.get("throttle_reasons") or ""),
+        power_w=values.get("power_w_max"),
+        counters=counters,
+        kernels=profile.cells if counters else [],
+        static=static,
+        measured_at=timing.started_at,
+        commit=timing.circumstances.get("source", {}).get("commit"),
+        dirty=timing.circumstances.get("source", {}).get("dirty"),
+    )
+
+
+def _bytes_moved(minimal: int, memory: Record, counters: dict[str, Any]) -> tuple[int, str]:
+    """The best that is known of what a call moves, and where it is known from."""
+    read, written = counters.get("dram_read_bytes"), counters.get("dram_write_bytes")
+    if read is not None and written is not None and read + written > 0:
+        return int(read + written), COUNTED
+    extra = 0
+    if memory.status == OK:
+        extra = (memory.values.get("extra_bytes") or 0) - (memory.values.get("workspace_bytes") or 0)
+    # A library's workspace may be left alone; what is smaller than the problem itself is bookkeeping.
+    return (minimal + 2 * extra, ALLOCATED) if extra > minimal else (minimal, NEEDED)
+
+
+def _static_row(
+    plan: Plan, static: list[Row], target: str | None, sweep: str, implementation: str, timing: Record
+) -> Row | None:
+    """The static profile's row of the options that were timed; None where it has none."""
+
+    used = options_text(json.loads(timing.values.get("options") or "{}"))
+    return next(
+        (
+            row
+            for row in static
+            if (row["sweep"], row["kernel"], row["target"], row["options"], row["status"])
+            == (sweep, plan.tuned_name(implementation), target, used, OK)
+        ),
+        None,
+    )
+
+
+# --- figures in words
+
+
+def _us(milliseconds: float) -> str:
+    return f"{milliseconds * 1e3:.3g} us"
+
+
+def rate_text(operations_per_second: float) -> str:
+    return f"{operations_per_second / 1e12:.3g}"
+
+
+def percent_text(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
+def bytes_text(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,113 @@
+"""The roofline figure: each implementation at each length, under what this machine was measured to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from workflow.figures import (
+    FAINT,
+    INK,
+    LARGE,
+    LINE_IN,
+    NORMAL,
+    SETTINGS,
+    SMALL,
+    Label,
+    _axes,
+    _direct_labels,
+    _marker,
+    _plain,
+    _svg,
+    _width,
+    styles_of,
+)
+from workflow.limits import WHERE_FROM, Evidence
+
+PANEL_WIDTH, PANEL_HEIGHT = 5.4, 3.6  # inches
+
+
+def roofline_figure(sweep: str, rows: Sequence[Evidence]) -> str:
+    """Operations a second over operations a byte for the rows of one sweep, with the two roofs, as SVG."""
+    title = f"Roofline, sweep {sweep}"
+    names = list(dict.fromkeys(row.implementation for row in rows))
+    sources = dict.fromkeys(row.bytes_from for row in rows)
+    notes = [
+        "Roofs: the bandwidth and the matrix rate that this run measured. Numbers: sequence lengths.",
+        *(f"Bytes {source}: {WHERE_FROM[source]}." for source in sources),
+    ]
+    right = max([1.0, *(_width(name, NORMAL) + 0.5 for name in names)])
+    left, top, bottom = 1.05, 0.5, 0.7 + LINE_IN * len(notes)
+    width, height = left + PANEL_WIDTH + right, top + PANEL_HEIGHT + bottom
+    with mpl.rc_context(SETTINGS):
+        figure = Figure(figsize=(width, height), dpi=72, facecolor="white")
+        figure.text(0.12 / width, 1 - 0.22 / height, title, size=LARGE, weight="bold", va="center")
+        axes = _axes(figure, left, bottom, PANEL_WIDTH, PANEL_HEIGHT)
+        axes.set_xlabel("operations for each byte moved (FLOP / byte)")
+        axes.set_ylabel("throughput (TFLOP/s)")
+        if rows:
+            _draw(figure, axes, names, rows)
+        else:
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.text(0.5, 0.5, "no number to draw", transform=axes.transAxes, ha="center", color=FAINT)
+        for index, line in enumerate(reversed(notes)):
+            figure.text(0.12 / width, (0.1 + LINE_IN * index) / height, line, size=SMALL, color=FAINT)
+        return _svg(figure, title)
+
+
+def _draw(figure: Figure, axes: Axes, names: list[str], rows: Sequence[Evidence]) -> None:
+    roof, slope = rows[0].matrix_rate / 1e12, rows[0].bandwidth / 1e12
+    ridge = roof / slope
+    intensities = [row.intensity for row in rows]
+    low, high = min(*intensities, ridge) / 3, max(*intensities, ridge) * 3
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(low, high)
+    axes.set_ylim(min(row.rate for row in rows) / 1e12 / 2, roof * 2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(base=10, subs=(1.0, 3.0), numticks=30))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
+        axis.set_minor_formatter(NullFormatter())
+    axes.plot([low, ridge, high], [low * slope, roof, roof], color=INK, lw=1.2)
+    axes.text(high / 1.1, roof * 1.08, f"matrix rate {roof:.3g} TFLOP/s", size=SMALL, ha="right", va="bottom")
+    corner = max(low * 1.1, axes.get_ylim()[0] * 1.3 / slope)
+    turn = math.degrees(math.atan(_steepness(axes)))
+    axes.text(
+        *(corner, corner * slope * 1.15, f"bandwidth {slope:.3g} TB/s"),
+        size=SMALL,
+        rotation=turn,
+        rotation_mode="anchor",
+    )
+    styles = styles_of(pd.DataFrame({"implementation": names}))
+    labels = []
+    for name in names:
+        mine = sorted((row for row in rows if row.implementation == name), key=lambda row: row.seq_len)
+        style = styles[name]
+        places = [(row.intensity, row.rate / 1e12) for row in mine]
+        axes.plot(*zip(*places, strict=True), color=style.colour, linestyle=style.dashes, lw=1.0, alpha=0.6)
+        for row, (x, y) in zip(mine, places, strict=True):
+            _marker(axes, x, y, style)
+            axes.annotate(
+                str(row.seq_len),
+                (x, y),
+                xytext=(5, -3),
+                textcoords="offset points",
+                va="top",
+                size=SMALL,
+                color=style.colour,
+            )
+        labels.append(Label(*places[-1], [name], style))
+    _direct_labels(figure, axes, labels, PANEL_WIDTH)
+
+
+def _steepness(axes: Axes) -> float:
+    """How steep a line of equal decades is as drawn."""
+    x, y = axes.get_xlim(), axes.get_ylim()
+    return (PANEL_HEIGHT / math.log10(y[1] / y[0])) / (PANEL_WIDTH / math.log10(x[1] / x[0]))
