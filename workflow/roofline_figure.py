@@ -77,16 +77,16 @@ def _draw(figure: Figure, axes: Axes, names: list[str], rows: Sequence[Evidence]
         axis.set_minor_formatter(NullFormatter())
     axes.plot([low, ridge, high], [low * slope, roof, roof], color=INK, lw=1.2)
     axes.text(high / 1.1, roof * 1.08, f"matrix rate {roof:.3g} TFLOP/s", size=SMALL, ha="right", va="bottom")
-    corner = max(low * 1.1, axes.get_ylim()[0] * 1.3 / slope)
+    place = max(low * 1.2, ridge / 6)  # where the roof is high above what is slow
     turn = math.degrees(math.atan(_steepness(axes)))
     axes.text(
-        *(corner, corner * slope * 1.15, f"bandwidth {slope:.3g} TB/s"),
+        *(place, place * slope * 1.15, f"bandwidth {slope:.3g} TB/s"),
         size=SMALL,
         rotation=turn,
         rotation_mode="anchor",
     )
     styles = styles_of(pd.DataFrame({"implementation": names}))
-    labels = []
+    labels, points = [], []
     for name in names:
         mine = sorted((row for row in rows if row.implementation == name), key=lambda row: row.seq_len)
         style = styles[name]
@@ -94,17 +94,30 @@ def _draw(figure: Figure, axes: Axes, names: list[str], rows: Sequence[Evidence]
         axes.plot(*zip(*places, strict=True), color=style.colour, linestyle=style.dashes, lw=1.0, alpha=0.6)
         for row, (x, y) in zip(mine, places, strict=True):
             _marker(axes, x, y, style)
-            axes.annotate(
-                str(row.seq_len),
-                (x, y),
-                xytext=(5, -3),
-                textcoords="offset points",
-                va="top",
-                size=SMALL,
-                color=style.colour,
-            )
+            points.append((x, y, str(row.seq_len), style.colour))
         labels.append(Label(*places[-1], [name], style))
+    _name_points(axes, points)
     _direct_labels(figure, axes, labels, PANEL_WIDTH)
+
+
+def _name_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write each point's text beside it, where it covers no other point or text; nothing where it would."""
+    markers = [axes.transData.transform((x, y)) for x, y, _, _ in points]
+    taken = [(mx - 5, my - 5, mx + 5, my + 5) for mx, my in markers]
+    for (x, y, text, colour), (mx, my) in zip(points, markers, strict=True):
+        width, height = _width(text, SMALL) * 72, SMALL
+        for dx, dy in ((6, -height - 2), (6, 3), (-width - 6, 3), (-width - 6, -height - 2)):
+            box = (mx + dx, my + dy, mx + dx + width, my + dy + height)
+            if not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                axes.annotate(
+                    text, (x, y), xytext=(dx, dy), textcoords="offset points", size=SMALL, color=colour
+                )
+                break
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _steepness(axes: Axes) -> float:
