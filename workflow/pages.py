@@ -1,6 +1,7 @@
 """Tables as HTML pages of their own, for Snakemake's report, which shows CSV and Markdown only as downloads.
 
-Text from kernels is escaped; the pages hold no script and load nothing.
+Text from kernels is escaped. Each page holds one script, which sorts and filters its table; none loads
+anything.
 """
 
 from __future__ import annotations
@@ -22,16 +23,87 @@ h1 { font-size: 1.2em; margin: 0 0 .3em; }
 p { margin: .3em 0 .8em; color: #555; max-width: 60em; }
 table { border-collapse: collapse; }
 th, td { padding: .25em .7em; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
-th { border-bottom: 2px solid #888; white-space: nowrap; position: sticky; top: 0; background: #fff; }
+thead { position: sticky; top: 0; background: #fff; box-shadow: 0 2px #888; }
+th { vertical-align: bottom; border: 0; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.prose { min-width: 40em; }
 tr.fault td { background: #f6f0e4; }
+th button { all: unset; cursor: pointer; font-weight: bold; }
+th button:hover, th button:focus-visible { text-decoration: underline; }
+th button::after { content: " \\2195"; color: #888; font-weight: normal; }
+th[aria-sort=ascending] button::after { content: " \\2191"; color: #222; }
+th[aria-sort=descending] button::after { content: " \\2193"; color: #222; }
+th select { display: block; font: inherit; font-weight: normal; max-width: 9em; margin: .2em 0; }
+input { font: inherit; width: 22em; }
 """
+# A header's button sorts by its column: up, down, and as it was. Cells without a number come last. Where a
+# column has few values a list beside its header keeps the rows with one of them; the box above the table
+# keeps the rows that hold every word in it.
+SCRIPT = """
+"use strict";
+const table = document.querySelector("table");
+const rows = [...table.tBodies[0].rows];
+const heads = [...table.tHead.rows[0].cells];
+const MOST_VALUES = 12;
+const text = (row, column) => row.cells[column].textContent;
+
+function sort(column, direction) {
+  const numeric = rows.some(row => row.cells[column].classList.contains("number"));
+  const compare = (a, b) => numeric ? Number(text(a, column)) - Number(text(b, column))
+    : text(a, column).localeCompare(text(b, column), "en", {numeric: true});
+  const filled = rows.filter(row => text(row, column) !== "");
+  if (direction) filled.sort((a, b) => direction * compare(a, b));
+  const empty = rows.filter(row => text(row, column) === "");
+  table.tBodies[0].append(...direction ? [...filled, ...empty] : rows);
+  const word = {"1": "ascending", "-1": "descending", "0": "none"}[direction];
+  heads.forEach((head, index) => head.setAttribute("aria-sort", index === column ? word : "none"));
+}
+
+const box = document.createElement("input");
+const count = document.createElement("p");
+const lists = heads.map((head, column) => {
+  const button = document.createElement("button");
+  button.textContent = head.textContent;
+  head.replaceChildren(button);
+  head.setAttribute("aria-sort", "none");
+  const next = {none: 1, ascending: -1, descending: 0};
+  button.onclick = () => sort(column, next[head.getAttribute("aria-sort")]);
+  const values = [...new Set(rows.map(row => text(row, column)))];
+  if (values.length < 2 || values.length > MOST_VALUES || values.length === rows.length) return null;
+  const list = document.createElement("select");
+  list.setAttribute("aria-label", "rows by " + button.textContent);
+  list.append(new Option("all"), ...values.map((value, index) => new Option(value || "(empty)", index)));
+  list.keeps = row => list.value === "all" || text(row, column) === values[list.value];
+  list.onchange = filter;
+  head.append(list);
+  return list;
+}).filter(list => list);
+
+function filter() {
+  const words = box.value.toLowerCase().split(" ").filter(word => word);
+  rows.forEach(row => {
+    const whole = [...row.cells].map(cell => cell.textContent.toLowerCase()).join("\\n");
+    row.hidden = !(lists.every(list => list.keeps(row)) && words.every(word => whole.includes(word)));
+  });
+  count.textContent = rows.filter(row => !row.hidden).length + " of " + rows.length + " rows";
+}
+
+if (rows.length) {
+  box.type = "search";
+  box.placeholder = "rows with these words";
+  box.setAttribute("aria-label", box.placeholder);
+  box.oninput = filter;
+  table.before(box, count);
+  filter();
+}
+"""
+PROSE = 60  # characters from which a text gets room for a line of its own
 
 
 def table_page(
     title: str, notes: Sequence[str], rows: Sequence[dict[str, Any]], faults: Sequence[bool] = ()
 ) -> str:
-    """An HTML page with one table; a row whose entry in `faults` is true is shaded.
+    """An HTML page with one table to sort and filter; a row whose entry in `faults` is true is shaded.
 
     Numbers are aligned to the right. Everything is escaped here and nowhere else.
     """
@@ -47,7 +119,7 @@ def table_page(
         *(f"<p>{escaped(note)}</p>" for note in notes if note),
         f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>",
         *body,
-        "</tbody>\n</table>\n</body>\n</html>\n",
+        f"</tbody>\n</table>\n<script>{SCRIPT}</script>\n</body>\n</html>\n",
     ]
     return "\n".join(lines)
 
@@ -59,7 +131,9 @@ def escaped(text: Any) -> str:
 
 def _cell(value: Any) -> str:
     """A cell; a `str` is text, anything else a number."""
-    kind = "" if isinstance(value, str) else ' class="number"'
+    kind = ' class="number"'
+    if isinstance(value, str):
+        kind = ' class="prose"' if len(value) > PROSE else ""
     return f"<td{kind}>{escaped(value)}</td>"
 
 

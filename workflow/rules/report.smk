@@ -17,12 +17,14 @@ SWEEPS_WITH = {
 }
 # At the beginning of a line Snakemake takes `report` for its directive.
 reported = report
+# A label with two values, each of half the results, becomes a switch in the report, which shows nothing
+# at all where a result lacks its counterpart: so whether it is a figure or a table is no label of its own.
 REPORTED_FIGURES = [
     reported(
         f"report/figures/{sweep}_{quantity}.svg",
         category=category,
         caption=f"../report/{quantity}.rst",
-        labels={"sweep": sweep, "what": quantity, "form": "figure"},
+        labels={"sweep": sweep, "what": f"{quantity}, figure"},
     )
     for phase, quantity, category in (
         (TIMING, "latency", "Latency"),
@@ -35,7 +37,7 @@ REPORTED_FIGURES = [
         "report/figures/error.svg",
         category="Correctness",
         caption="../report/error.rst",
-        labels={"what": "largest error by length", "form": "figure"},
+        labels={"what": "largest error by length, figure"},
     )
 ]
 REPORTED_TABLES = [
@@ -43,7 +45,7 @@ REPORTED_TABLES = [
         f"report/tables/{sweep}_{quantity}.html",
         category=category,
         caption=f"../report/{quantity}_table.rst",
-        labels={"sweep": sweep, "what": what, "form": "table"},
+        labels={"sweep": sweep, "what": f"{what}, table"},
     )
     for phase, quantity, category, what in (
         (TIMING, "latency", "Latency", "latency and throughput"),
@@ -56,7 +58,7 @@ REPORTED_TABLES = [
         f"report/tables/{name}.html",
         category=category,
         caption=f"../report/{name}.rst",
-        labels={"what": what, "form": "table"},
+        labels={"what": f"{what}, table"},
     )
     for name, category, what in (
         ("correctness", "Correctness", "each implementation"),
@@ -91,6 +93,8 @@ CONFIG_OPTIONS = shlex.join(
 
 
 localrules:
+    figures,
+    render_report,
     report,
 
 
@@ -147,6 +151,7 @@ rule report:
         + TABLES
         + [path for path in PROFILE_RESULTS if Path(path).exists()],
         captions=sorted((ROOT / "workflow/report").glob("*.rst")),
+        stylesheet=ROOT / "workflow/report/style.css",
     output:
         "report/report.html",
     log:
@@ -161,4 +166,4 @@ rule report:
     shell:
         # The lock is held by the run that this job belongs to.
         "python -m snakemake --snakefile {params.snakefile:q} --nolock {input.results:q}"
-        " --report {output:q} {params.config_options} > {log:q} 2>&1"
+        " --report {output:q} --report-stylesheet {input.stylesheet:q} {params.config_options} > {log:q} 2>&1"
