@@ -197,7 +197,7 @@ def article_section(rows: Sequence[Row]) -> list[str]:
         f" {ARTICLE_PEAK.tensor_teraflops_per_second:g} of its tensor cores. Every figure of the article's"
         f" Triton kernel is below {ceiling:g}; SDPA's {max(ARTICLE_RATES['sdpa'].values()):g} is above it,"
         " which takes tensor cores.",
-        f"**Bytes are not what it waits for.** At seq_len 8192 it moves at least Q, K, V and O,"
+        f"**The bytes that it saves do not decide.** At seq_len 8192 it moves at least Q, K, V and O,"
         f" {ARTICLE_BYTES / 2**20:.0f} MiB: {ARTICLE_BYTES / T4_BYTES_PER_SECOND * 1e3:.2f} ms at the T4's"
         f" published 320 GB/s, of {ARTICLE_LATENCIES_MS['triton']:.0f} ms. Its operations take"
         f" {ARTICLE_FLOP / (ceiling * 1e12) * 1e3:.0f} ms at {ceiling:g} TFLOP/s. Naive attention writes and"
@@ -245,8 +245,8 @@ def _spill_sentences(there: Sequence[Row]) -> list[str]:
         sentences.append(
             f"**What does not spill there:** {named}. These are compiled with"
             f" {_span(kept, 'registers')} registers and no access of local memory; FFMA are"
-            f" {_percent_span(kept)} of the loop's instructions. They can approach the fp32 pipes' rate, and"
-            " none of them the tensor cores'."
+            f" {_percent_span(kept)} of the loop's instructions. Their predicted ceiling is the fp32 pipes'"
+            " rate, and none's is the tensor cores'."
         )
     return sentences
 

@@ -13,6 +13,14 @@ from workflow.profiling import (
     up_to_date,
 )
 
+
+localrules:
+    render_static_profile,
+    static_profile,
+    render_profile,
+    profile,
+
+
 ROOFLINE_FIGURES = [
     f"report/figures/{sweep}_roofline.svg"
     for sweep in CONFIG["sweeps"]
