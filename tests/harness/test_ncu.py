@@ -143,26 +143,26 @@ def test_without_ncu_there_is_a_reason(monkeypatch):
         find_ncu()
 
 
-def spec_of(kernel):
+def spec_of(kernel, device="cpu"):
     problem = {
         "batch": 1, "heads": 2, "kv_heads": 2, "seq_len_q": 32, "seq_len_k": 32, "head_dim": 16,
         "causal": False, "dtype": "fp16",
     }  # fmt: skip
     return {
         "phase": "profile",
-        "device": "cpu",
+        "device": device,
         "environment": "here",
         "implementation": {"name": kernel, "kernel": kernel, "options": {}},
         "problem": problem,
     }
 
 
-def record_of(folder, kernel):
+def record_of(folder, kernel, device="cpu"):
     output = folder / "results" / "record.json"
     done = subprocess.run(
         [
             *(sys.executable, ROOT / "workflow/scripts/read_counters.py"),
-            *("--spec", json.dumps(spec_of(kernel)), "--output", output),
+            *("--spec", json.dumps(spec_of(kernel, device)), "--output", output),
         ],
         capture_output=True,
         text=True,
@@ -197,3 +197,18 @@ def test_the_script_says_why_there_is_no_number(tmp_path, monkeypatch, kernel, p
     assert record["status"] == status
     assert reason in record["reason"]
     assert record["cells"] == []
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_counters_of_a_call_are_read_or_there_is_a_reason(tmp_path):
+    record, _ = record_of(tmp_path, "naive", "cuda")
+    if record["status"] == "unsupported":
+        pytest.skip(record["reason"])
+    assert record["status"] == "ok", record["reason"]
+    assert len(record["cells"]) > 1, "naive attention launches several kernels"
+    values = record["values"]
+    missing = [name for name, value in values.items() if value is None]
+    assert set(missing) <= {"dram_percent", "multiprocessor_percent", "issue_percent"}, missing
+    assert values["l2_bytes"] > 4 * 2 * 32 * 16 * 2  # Q, K, V and O
+    assert 0 < values["registers"] <= 255
+    assert all(cell["stalls"] for cell in record["cells"])
