@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.environment import find_gpu
 from harness.ncu import (
     METRICS,
     NcuError,
@@ -200,6 +201,7 @@ def test_the_script_says_why_there_is_no_number(tmp_path, monkeypatch, kernel, p
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(find_gpu() is None, reason="needs a GPU")
 def test_on_a_gpu_the_counters_of_a_call_are_read_or_there_is_a_reason(tmp_path):
     record, _ = record_of(tmp_path, "naive", "cuda")
     if record["status"] == "unsupported":
