@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.comparison import CONFIDENCE
 from harness.record import MARKS, OK
 from workflow.render import GIB, problem_line
 from workflow.tables import one_line
@@ -267,7 +268,8 @@ def comparison_page(rows: pd.DataFrame) -> str:
         for row in rows.astype({"aa_spread": float, "resolvable_difference": float}).to_dict("records")
     ]
     title = "Comparisons" + (f", sweep {rows['sweep'].iloc[0]}" if len(rows) else "")
-    return table_page(title, [], table)
+    note = f"Intervals are over processes and hold the ratio with {CONFIDENCE:.0%} confidence."
+    return table_page(title, [note], table)
 
 
 def _sweep_page(quantity: str, rows: pd.DataFrame, table: list[dict[str, Any]]) -> str:
