@@ -91,8 +91,8 @@ def stand_in(folder, monkeypatch, program):
     path = folder / "ncu"
     path.write_text(
         f"#!{sys.executable}\nimport subprocess, sys\nfrom pathlib import Path\n"
-        f"words = sys.argv[1:]\napplication = words[words.index({sys.executable!r}):]\n"
-        f"metrics = words[words.index('--metrics') + 1].split(',')\n{program}\n"
+        "words = sys.argv[1:]\nplace = words.index('--metrics') + 1\n"
+        f"metrics, application = words[place].split(','), words[place + 1 :]\n{program}\n"
     )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
