@@ -9,6 +9,7 @@ min_version("9.0")
 ROOT = Path(workflow.basedir)
 sys.path.insert(0, str(ROOT))
 
+from workflow.progress import show_progress
 from workflow.session import use_this_python
 
 use_this_python()
@@ -24,6 +25,9 @@ include: "workflow/rules/profile.smk"
 include: "workflow/rules/report.smk"
 include: "workflow/rules/publish.smk"
 include: "workflow/rules/diagnostic.smk"
+
+if A_RUN:
+    show_progress(workflow)
 
 
 localrules:
