@@ -26,6 +26,7 @@ include: "workflow/rules/report.smk"
 include: "workflow/rules/publish.smk"
 include: "workflow/rules/diagnostic.smk"
 
+
 if A_RUN:
     show_progress(workflow)
 
