@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from harness.digest import defines_function
 from tests.workflow.checkout import Checkout
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,3 +119,10 @@ def test_every_file_that_a_page_links_to_exists():
         if "://" not in link and not (page.parent / link).exists()
     ]
     assert missing == []
+
+
+def test_the_readme_names_every_kernel():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    kernels = [path.stem for path in (ROOT / "kernels").glob("*.py") if defines_function(path, "attention")]
+    assert len(kernels) >= 5
+    assert [name for name in kernels if f"| `{name}` |" not in page] == []
