@@ -45,7 +45,7 @@ def check_decode_inputs(
     block_table: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> None:
-    """Check the arguments of a decode call, which is forward only; what lies in the index tensors is not read.
+    """Check the arguments of a decode call, forward only; what lies in the index tensors is not read.
 
     q is (batch, heads, queries, head_dim) with 1 to 8 queries, the newest tokens of each sequence; k and v
     are (batch, kv_heads, context, head_dim), or with a block_table pages, (pages, kv_heads, page_size,
