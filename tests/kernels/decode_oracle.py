@@ -10,7 +10,7 @@ from tests.kernels.oracle import DEVICE
 
 
 def decode_formula(q, k, v, lengths, scale=None, dtype=torch.float64):
-    """softmax(scale * Q K^T) V, one sequence and query at a time; query i of L does not see the later keys."""
+    """softmax(scale * Q K^T) V, one sequence and query at a time; a query does not see later keys."""
     group, queries = q.shape[1] // k.shape[1], q.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale
     wide = torch.float64 if dtype == torch.float64 else torch.float32
