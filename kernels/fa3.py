@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from kernels.inputs import check_inputs
+from kernels.cache import gather_pages
+from kernels.inputs import check_decode_inputs, check_inputs
 
 PACKAGE = "fa3-fwd"
 INTERFACE = "fa3_fwd_interface"
 MAX_HEAD_DIM = 256
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def attention(
@@ -36,9 +38,7 @@ def attention(
     """
     check_inputs(q, k, v, scale=scale, forward_only=True)
     seq_len_q, seq_len_k = q.shape[2], k.shape[2]
-    reason = _lacks({torch.float16: "fp16", torch.bfloat16: "bf16"}[q.dtype], q.shape[3]) or _mask(
-        causal, seq_len_q, seq_len_k
-    )
+    reason = _lacks(DTYPE_NAMES[q.dtype], q.shape[3]) or _mask(causal, seq_len_q, seq_len_k)
     if reason is not None:
         raise ValueError(reason)
     if causal:
@@ -52,6 +52,44 @@ def attention(
     return output.transpose(1, 2)
 
 
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    seq_lens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """softmax(scale * Q K^T) V by FlashAttention-3 for the newest tokens of each sequence against its cache.
+
+    q is (batch, heads, queries, head_dim), 1 to 8 queries, k and v are (batch, kv_heads, context,
+    head_dim), or with block_table, (batch, pages_per_sequence) int32, pages of 16, 64 or 128 tokens, (pages,
+    kv_heads, page_size, head_dim); a build without paging, as PyPI's is, gets them copied into a row first.
+    seq_lens, (batch,) int32, counts the queries' own keys; None: the cache is full. The mask is aligned to
+    the bottom right; a query that sees no key gives 0. FlashAttention-3 chooses the number of splits.
+    Returns a contiguous tensor of q's shape and dtype.
+
+    Raises ValueError for a bad argument (see `check_decode_inputs`) and for what this build of
+    FlashAttention-3 lacks (`unsupported` says so beforehand), ImportError where it is not installed.
+    """
+    check_decode_inputs(q, k, v, seq_lens=seq_lens, block_table=block_table, scale=scale)
+    reason = _lacks(DTYPE_NAMES[q.dtype], q.shape[3])
+    if reason is not None:
+        raise ValueError(reason)
+    if block_table is not None and _build_flags().get("FLASHATTENTION_DISABLE_PAGEDKV"):
+        k, v, block_table = gather_pages(k, block_table), gather_pages(v, block_table), None
+    forward = importlib.import_module(INTERFACE).flash_attn_with_kvcache
+    output: torch.Tensor = forward(
+        *(tensor.transpose(1, 2) for tensor in (q, k, v)),
+        cache_seqlens=seq_lens,
+        page_table=block_table,
+        softmax_scale=scale,
+        causal=True,
+    )
+    return output.transpose(1, 2).contiguous()
+
+
 def unsupported(problem: Any, target: Any) -> str | None:
     """Why the problem cannot run on the target; None if it can."""
     if not target.is_cuda or target.compute_capability != (9, 0):
@@ -59,16 +97,26 @@ def unsupported(problem: Any, target: Any) -> str | None:
         return f"{found}: FlashAttention-3 is written for Hopper, compute capability 9.0"
     if importlib.util.find_spec(INTERFACE) is None:
         return f"PyPI's {PACKAGE} is not installed (pip install {PACKAGE}==0.0.3)"
-    return _lacks(problem.dtype, problem.head_dim) or _mask(
-        problem.causal, problem.seq_len_q, problem.seq_len_k
-    )
+    reason = _lacks(problem.dtype, problem.head_dim)
+    if reason is None and not _is_decode(problem):
+        reason = _mask(problem.causal, problem.seq_len_q, problem.seq_len_k)
+    return reason
 
 
-def memory_law(problem: Any) -> int:
-    """Bytes that a call peaks at, the inputs included: Q, K, V and O, and one fp32 number a row."""
+def memory_law(problem: Any) -> int | None:
+    """Bytes that a call peaks at, the inputs included: Q, K, V and O, and one fp32 number a row.
+
+    None for a decode problem, whose keys FlashAttention-3 splits as it likes.
+    """
+    if _is_decode(problem):
+        return None
     rows = problem.batch * problem.heads * problem.seq_len_q
     key = problem.batch * problem.kv_heads * problem.seq_len_k * problem.head_dim
     return int(2 * (2 * rows * problem.head_dim + 2 * key) + 4 * rows)
+
+
+def _is_decode(problem: Any) -> bool:
+    return bool(getattr(problem, "workload", "attention") == "decode")
 
 
 def _mask(causal: bool, seq_len_q: int, seq_len_k: int) -> str | None:

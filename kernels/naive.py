@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from kernels.inputs import check_inputs
+from kernels.cache import gather_pages, visible_keys
+from kernels.inputs import check_decode_inputs, check_inputs
 
 
 def attention(
@@ -40,8 +41,56 @@ def attention(
     return (weights @ v).view(batch, heads, seq_len_q, head_dim)
 
 
-def memory_law(problem: Any, **options: Any) -> int:
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    seq_lens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """softmax(scale * Q K^T) V for the newest tokens of each sequence, one PyTorch operation after another.
+
+    q is (batch, heads, queries, head_dim), 1 to 8 queries, k and v are (batch, kv_heads, context,
+    head_dim), or with block_table, (batch, pages_per_sequence) int32, pages of 16, 64 or 128 tokens, (pages,
+    kv_heads, page_size, head_dim), which are copied into a row first. fp16 or bf16; consecutive heads //
+    kv_heads query heads share one head of k and v, which are not expanded. seq_lens, (batch,) int32, counts
+    the queries' own keys; None: the cache is full. The mask is aligned to the bottom right: query i
+    of L sees keys j < seq_len - (L - 1 - i); one that sees none gives 0. Softmax and scale as in
+    `attention`. Where there are lengths, V is copied with zeros beyond them: what lies there may be NaN.
+    Returns a contiguous tensor of q's shape and dtype.
+
+    Raises ValueError for a bad argument (see `check_decode_inputs`).
+    """
+    check_decode_inputs(q, k, v, seq_lens=seq_lens, block_table=block_table, scale=scale)
+    if block_table is not None:
+        k, v = gather_pages(k, block_table), gather_pages(v, block_table)
+    batch, heads, queries, head_dim = q.shape
+    kv_heads, context = k.shape[1], k.shape[2]
+    scale = head_dim**-0.5 if scale is None else scale
+
+    # The query heads that share a head of K and V become rows of one matrix: K and V are not copied.
+    rows = q.reshape(batch, kv_heads, heads // kv_heads * queries, head_dim)
+    scaled = (rows @ k.transpose(-1, -2)) * scale
+    if queries == 1 and seq_lens is None:
+        weights = torch.softmax(scaled, dim=-1, dtype=torch.float32).to(q.dtype)
+        return (weights @ v).view(batch, heads, queries, head_dim)
+    hidden = ~visible_keys(seq_lens, batch, queries, context, q.device)[:, None]
+    # In place, through a view: the rows of a group share the mask.
+    scaled.view(batch, heads, queries, context).masked_fill_(hidden, float("-inf"))
+    weights = torch.softmax(scaled, dim=-1, dtype=torch.float32).to(q.dtype)
+    # A row without a key is NaN until here.
+    weights.view(batch, heads, queries, context).masked_fill_(hidden, 0.0)
+    if seq_lens is not None:
+        v = v.masked_fill(hidden[:, :, -1, :, None], 0.0)
+    return (weights @ v).view(batch, heads, queries, head_dim)
+
+
+def memory_law(problem: Any, **options: Any) -> int | None:
     """Bytes that a call peaks at on a GPU, the inputs included, for inputs that are contiguous.
+
+    For a decode problem None where pages are copied or a mask is made, whose temporaries come and go.
 
     10 bytes a score while the weights are cast back (scores 2, scaled scores 2, fp32 softmax 4, cast 2)
     on top of Q, K and V; in bf16 12 bytes, before that, because only fp16 scores go into PyTorch's fp32
@@ -50,6 +99,10 @@ def memory_law(problem: Any, **options: Any) -> int:
     twice seq_len_k. The causal mask is gone before the softmax. Left out: cuBLAS's workspace, and what
     autograd keeps. A CPU peaks at 12 bytes a score in both dtypes.
     """
+    if getattr(problem, "workload", "attention") == "decode" and (
+        problem.page_size or problem.lengths != "equal" or problem.seq_len_q > 1
+    ):
+        return None
     query = problem.batch * problem.heads * problem.seq_len_q * problem.head_dim
     key = problem.batch * problem.kv_heads * problem.seq_len_k * problem.head_dim
     scores = problem.batch * problem.heads * problem.seq_len_q * problem.seq_len_k

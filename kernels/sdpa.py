@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.inputs import check_inputs
+from kernels.cache import gather_pages, visible_keys
+from kernels.inputs import check_decode_inputs, check_inputs
 
 Backend = Literal["default", "flash", "cudnn", "efficient", "math"]
 
@@ -53,6 +54,47 @@ def attention(
         )
 
 
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    seq_lens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    scale: float | None = None,
+    backend: Backend = "default",
+) -> torch.Tensor:
+    """softmax(scale * Q K^T) V by PyTorch for the newest tokens of each sequence against its cache.
+
+    q is (batch, heads, queries, head_dim), 1 to 8 queries, k and v are (batch, kv_heads, context,
+    head_dim), or with block_table, (batch, pages_per_sequence) int32, pages of 16, 64 or 128 tokens, (pages,
+    kv_heads, page_size, head_dim), which are copied into a row first. seq_lens, (batch,) int32, counts the
+    queries' own keys; None: the cache is full. The mask is aligned to the bottom right. It is a boolean one
+    where there are lengths or several queries, and none otherwise: a backend that takes no mask cannot run
+    these. A query that sees no key gives 0. What lies beyond a length must be finite: PyTorch
+    multiplies it by 0. For the rest as `attention`. Returns a contiguous tensor of q's shape and dtype.
+
+    Raises ValueError for a bad argument (see `check_decode_inputs`) or an unknown backend, and PyTorch's
+    RuntimeError where the pinned backend cannot run (`unsupported` says so beforehand, and why).
+    """
+    check_decode_inputs(q, k, v, seq_lens=seq_lens, block_table=block_table, scale=scale)
+    pinned = _pinned(backend)
+    if block_table is not None:
+        k, v = gather_pages(k, block_table), gather_pages(v, block_table)
+    batch, queries, context = q.shape[0], q.shape[2], k.shape[2]
+    visible = None
+    if queries > 1 or seq_lens is not None:
+        visible = visible_keys(seq_lens, batch, queries, context, q.device)[:, None]
+    with nullcontext() if pinned is None else sdpa_kernel(pinned):
+        output = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    if visible is not None:
+        # Key 0 is the first that any query sees.
+        output = output.masked_fill(~visible[..., :1], 0.0) if context else torch.zeros_like(q)
+    return output.contiguous()
+
+
 def unsupported(problem: Any, target: Any, backend: Backend = "default") -> str | None:
     """Why the pinned backend cannot run the problem on the target, in PyTorch's words; None if it can.
 
@@ -80,11 +122,12 @@ def unsupported(problem: Any, target: Any, backend: Backend = "default") -> str 
 def memory_law(problem: Any, backend: Backend = "default") -> int | None:
     """Bytes that a call peaks at on a GPU, the inputs included: Q, K, V and O for the fused backends.
 
-    None for the math backend, whose temporaries are PyTorch's affair. The default counts as fused, which
+    None for the math backend, whose temporaries are PyTorch's affair, and for a decode problem, whose keys
+    PyTorch splits as it likes. The default counts as fused, which
     it is on a GPU for the dtypes accepted here unless no fused backend takes the shape. Left out: fp32
     row statistics (4 bytes a row and head) and workspaces.
     """
-    if _pinned(backend) is SDPBackend.MATH:
+    if _pinned(backend) is SDPBackend.MATH or _is_decode(problem):
         return None
     query = problem.batch * problem.heads * problem.seq_len_q * problem.head_dim
     key = problem.batch * problem.kv_heads * problem.seq_len_k * problem.head_dim
@@ -97,15 +140,27 @@ def _pinned(backend: str) -> SDPBackend | None:
     return BACKENDS[backend]
 
 
+def _is_decode(problem: Any) -> bool:
+    return bool(getattr(problem, "workload", "attention") == "decode")
+
+
 def _params(problem: Any, device: str) -> Any:
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[problem.dtype]
+    context, causal, mask = problem.seq_len_k, problem.causal, None
+    if _is_decode(problem):
+        # As `decode` calls it: whole pages, and a mask only where there is something to hide.
+        page = problem.page_size or 1
+        context, causal = -(-context // page) * page, False
+        if problem.seq_len_q > 1 or problem.lengths != "equal" or context > problem.seq_len_k:
+            shape = (problem.batch, 1, problem.seq_len_q, context)
+            mask = torch.empty(shape, dtype=torch.bool, device=device)
     query_shape = (problem.batch, problem.heads, problem.seq_len_q, problem.head_dim)
-    key_shape = (problem.batch, problem.kv_heads, problem.seq_len_k, problem.head_dim)
+    key_shape = (problem.batch, problem.kv_heads, context, problem.head_dim)
     q, k, v = (
         torch.empty(shape, dtype=dtype, device=device) for shape in (query_shape, key_shape, key_shape)
     )
     gqa = problem.heads != problem.kv_heads
-    return torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, problem.causal, gqa)
+    return torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, causal, gqa)
 
 
 def _standard_error_of(call: Callable[[], bool]) -> tuple[bool, str]:

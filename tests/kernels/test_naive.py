@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import naive
+from tests.kernels.decode_oracle import assert_decode_close, cache, paged
 from tests.kernels.oracle import DEVICE, assert_close, formula, inputs
 
 
@@ -96,3 +97,69 @@ def test_a_bad_argument_is_refused_by_name():
     q, k, v = inputs(1, 2, 2, 4, 4, 16)
     with pytest.raises(ValueError, match="k is float32"):
         naive.attention(q, k.float(), v, causal=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("queries", [1, 2, 8])
+@pytest.mark.parametrize("heads", [2, 4, 14])
+def test_decode_is_the_formula_for_every_length_among_nan(heads, queries, dtype):
+    lengths = [65, 3, 0, 40]
+    q, k, v, seq_lens = cache(4, heads, 2, queries, 65, 40, dtype, lengths)
+    assert_decode_close(naive.decode(q, k, v, seq_lens=seq_lens), q, k, v, lengths)
+
+
+@pytest.mark.parametrize("context", [1, 63, 1000])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_decode_of_a_full_cache_needs_no_lengths(context, queries):
+    q, k, v, _ = cache(2, 4, 2, queries, context, 64, torch.bfloat16)
+    assert_decode_close(naive.decode(q, k, v, scale=0.2), q, k, v, [context] * 2, 0.2)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_decode_finds_pages_through_a_table_with_garbage_beyond_the_end(page_size):
+    lengths = [130, 16, 0]
+    q, k, v, seq_lens = cache(3, 4, 2, 2, 130, 32, lengths=lengths)
+    k_pages, v_pages, table = paged(k, v, page_size, lengths)
+    output = naive.decode(q, k_pages, v_pages, seq_lens=seq_lens, block_table=table)
+    assert_decode_close(output, q, k, v, lengths)
+
+
+def test_decode_leaves_keys_and_values_as_they_were_and_refuses_a_bad_argument():
+    q, k, v, seq_lens = cache(2, 4, 2, 1, 20, 16, lengths=[20, 5])
+    before = [tensor.clone() for tensor in (k, v)]
+    naive.decode(q, k, v, seq_lens=seq_lens)
+    for tensor, kept in zip((k, v), before, strict=True):
+        assert torch.equal(tensor.nan_to_num(7), kept.nan_to_num(7))
+    with pytest.raises(ValueError, match="seq_lens is int64"):
+        naive.decode(q, k, v, seq_lens=seq_lens.long())
+
+
+def test_the_memory_law_of_decode_is_said_only_where_no_mask_is_made():
+    values = {"workload": "decode", "seq_len_q": 1, "lengths": "equal", "page_size": 0, "causal": True}
+    assert naive.memory_law(problem(**values)) == naive.memory_law(problem(seq_len_q=1))
+    for change in ({"lengths": "uneven"}, {"page_size": 16}, {"seq_len_q": 2}):
+        assert naive.memory_law(problem(**{**values, **change})) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_the_memory_law_of_decode_is_what_the_gpu_allocates(dtype):
+    tensors = cache(2, 16, 4, 1, 4096, 64, {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype])[:3]
+    naive.decode(*tensors)
+    workspace = torch.cuda.memory_allocated() - 2 * sum(tensor.numel() for tensor in tensors)
+    torch.cuda.reset_peak_memory_stats()
+    naive.decode(*tensors)
+    law = naive.memory_law(
+        problem(
+            batch=2,
+            kv_heads=4,
+            seq_len_q=1,
+            seq_len_k=4096,
+            dtype=dtype,
+            workload="decode",
+            lengths="equal",
+            page_size=0,
+        )
+    )
+    assert torch.cuda.max_memory_allocated() - workspace == law

@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import sdpa
+from tests.kernels.decode_oracle import assert_decode_close, cache, paged
 from tests.kernels.oracle import DEVICE, assert_close, inputs
 
 CPU = SimpleNamespace(is_cuda=False, device="cpu", compute_capability=None)
@@ -135,3 +136,67 @@ def test_a_bad_argument_is_refused_by_name():
     q, k, v = inputs(1, 2, 2, 4, 4, 16)
     with pytest.raises(ValueError, match="v is bfloat16"):
         sdpa.attention(q, k, v.bfloat16(), causal=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["default", "math"] if DEVICE == "cuda" else ["default", "flash", "math"])
+@pytest.mark.parametrize(("queries", "heads"), [(1, 2), (1, 8), (5, 4)])
+def test_decode_is_the_formula_with_full_and_with_uneven_lengths(queries, heads, backend, dtype):
+    q, k, v, _ = cache(3, heads, 2, queries, 65, 40, dtype)
+    assert_decode_close(sdpa.decode(q, k, v, backend=backend), q, k, v, [65] * 3)
+    lengths = [65, 3, 0]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    output = sdpa.decode(q, k, v, seq_lens=seq_lens, scale=0.3, backend=backend)
+    assert_decode_close(output, q, k, v, lengths, 0.3)
+
+
+def test_decode_gathers_pages():
+    q, k, v, _ = cache(2, 4, 2, 1, 64, 32)
+    k_pages, v_pages, table = paged(k, v, 16)
+    k_pages, v_pages = k_pages.nan_to_num(60), v_pages.nan_to_num(60)
+    full = sdpa.decode(q, k_pages, v_pages, block_table=table[:, :4])
+    assert_decode_close(full, q, k, v, [64, 64])
+    seq_lens = torch.tensor([64, 17], dtype=torch.int32, device=DEVICE)
+    output = sdpa.decode(q, k_pages, v_pages, seq_lens=seq_lens, block_table=table)
+    assert_decode_close(output, q, k, v, [64, 17])
+
+
+def test_decode_of_a_cache_without_room_is_zero():
+    q, k, v, _ = cache(2, 4, 2, 3, 0, 32)
+    assert not sdpa.decode(q, k, v).any()
+
+
+def test_a_bad_argument_of_decode_is_refused_by_name():
+    q, k, v, _ = cache(1, 2, 2, 1, 4, 16)
+    with pytest.raises(ValueError, match="q has 9 queries"):
+        sdpa.decode(q.expand(-1, -1, 9, -1), k, v)
+    with pytest.raises(ValueError, match="backend is 'fast'"):
+        sdpa.decode(q, k, v, backend="fast")
+
+
+DECODE = {"workload": "decode", "seq_len_q": 1, "lengths": "equal", "page_size": 0}
+
+
+def test_the_memory_law_of_decode_is_not_said():
+    assert sdpa.memory_law(SimpleNamespace(**{**vars(PROBLEM), **DECODE}), backend="flash") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
+@pytest.mark.parametrize("lengths", ["equal", "uneven"])
+@pytest.mark.parametrize("heads", [2, 8])
+def test_decode_on_a_gpu_runs_the_pinned_backend_or_is_said_to_be_unsupported(backend, lengths, heads):
+    changes = {**DECODE, "batch": 2, "heads": heads, "kv_heads": 2, "seq_len_k": 1000, "lengths": lengths}
+    cell = SimpleNamespace(**{**vars(PROBLEM), **changes})
+    q, k, v, _ = cache(2, heads, 2, 1, 1000, 64)
+    seq_lens = torch.tensor([1000, 77], dtype=torch.int32, device="cuda") if lengths == "uneven" else None
+    reason = sdpa.unsupported(cell, CUDA, backend=backend)
+    if reason is None:
+        output = sdpa.decode(q, k, v, seq_lens=seq_lens, backend=backend)
+        assert_decode_close(output, q, k, v, [1000, 1000 if seq_lens is None else 77])
+    else:
+        with pytest.raises(RuntimeError):
+            sdpa.decode(q, k, v, seq_lens=seq_lens, backend=backend)
+    if backend == "flash" and lengths == "uneven":
+        assert "mask" in reason.lower()
