@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -51,6 +52,17 @@ def only_looks(arguments: list[str]) -> bool:
     except SystemExit:  # not Snakemake's command line: it was started from a program
         return False
     return not parsed.report_after_run and any(getattr(parsed, look, None) for look in LOOKS)
+
+
+def workflow_profile(arguments: list[str]) -> list[str]:
+    """The options with which a run that is started from this one is given the same workflow profile."""
+    from snakemake.cli import get_argument_parser
+
+    try:
+        parsed, _ = get_argument_parser().parse_known_args(arguments)
+    except SystemExit:  # not Snakemake's command line: it was started from a program
+        return []
+    return ["--workflow-profile", parsed.workflow_profile] if parsed.workflow_profile else []
 
 
 def begin_run(folder: Path) -> None:
@@ -102,12 +114,28 @@ def renew_environment(file: Path, command: list[str]) -> None:
     Not left to the workflow: a job before the measurements that has to run has all of them run again. Where
     nothing is measured yet it is the workflow's.
     """
+    if _is_damaged(file):
+        print(f"{file} is lost or cannot be read: written once more", file=sys.stderr, flush=True)
+        subprocess.run(command, check=False)
+
+
+def require_environment(file: Path, command: list[str]) -> None:
+    """End the run, in one line, where measurements have lost the account of a machine that is not this one.
+
+    `command` is what writes it once more, on a machine of that environment.
+    """
+    if _is_damaged(file):
+        sys.exit(
+            f"{file} is lost or cannot be read, and this is not the machine that it describes. On one of that"
+            f" environment, in this folder: {shlex.join(command)}"
+        )
+
+
+def _is_damaged(file: Path) -> bool:
+    """Whether there are measurements of an environment, and no account of it."""
     if not any(file.parent.glob("*/**/*.json")):
-        return
+        return False
     try:
-        if isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
-            return
+        return not isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
     except (OSError, ValueError):
-        pass
-    print(f"{file} is lost or cannot be read: written once more", file=sys.stderr, flush=True)
-    subprocess.run(command, check=False)
+        return True

@@ -18,8 +18,9 @@ rule measure_roofline:
     conda:
         "../envs/attention.yaml"
     resources:
-        gpu=1,
+        gpu=GPUS,
         time_limit_s=TIME_LIMIT_S,
+        whole_cpu=WHOLE_CPUS,
     params:
         spec=canonical_json(PLAN.roofline_job().spec),
     message:
@@ -43,8 +44,9 @@ rule measure_timing:
     conda:
         "../envs/attention.yaml"
     resources:
-        gpu=1,
+        gpu=GPUS,
         time_limit_s=TIME_LIMIT_S,
+        whole_cpu=WHOLE_CPUS,
     params:
         spec=sweep_spec(TIMING),
     message:
@@ -68,8 +70,9 @@ rule measure_memory:
     conda:
         "../envs/attention.yaml"
     resources:
-        gpu=1,
+        gpu=GPUS,
         time_limit_s=TIME_LIMIT_S,
+        whole_cpu=WHOLE_CPUS,
     params:
         spec=sweep_spec(MEMORY),
     message:

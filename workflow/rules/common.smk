@@ -20,7 +20,14 @@ from workflow.plan import (
     TUNING,
     Plan,
 )
-from workflow.session import begin_run, in_random_order, only_looks, renew_environment
+from workflow.session import (
+    begin_run,
+    in_random_order,
+    only_looks,
+    renew_environment,
+    require_environment,
+    workflow_profile,
+)
 from workflow.tables import load, stale_records
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -45,28 +52,38 @@ if A_RUN:
     begin_run(Path.cwd())
 
 DEVICE = choose_device(CONFIG["device"])
-PLAN = Plan(CONFIG, DEVICE, environment_key(DEVICE), ROOT)
+# Where the environment is stated this machine is not the one that measures, and decides nothing.
+STATED = CONFIG["environment"]
+PLAN = Plan(CONFIG, DEVICE, STATED or environment_key(DEVICE), ROOT)
+NOT_STATED = (
+    "The jobs run on other machines than Snakemake: say which environment theirs is (device and"
+    " environment in the configuration, docs/cluster.md)."
+)
+if workflow.remote_exec and not STATED:
+    sys.exit(NOT_STATED)
 
-if A_RUN:
-    renew_environment(
-        Path(PLAN.environment_file),
-        [
-            *(sys.executable, str(ROOT / "workflow/scripts/capture_environment.py")),
-            *("--device", DEVICE, "--key", PLAN.environment),
-            *("--output", PLAN.environment_file),
-        ],
-    )
+CAPTURE_ENVIRONMENT = [
+    *(sys.executable, str(ROOT / "workflow/scripts/capture_environment.py")),
+    *("--device", DEVICE, "--key", PLAN.environment),
+    *("--output", PLAN.environment_file),
+]
+if A_RUN and STATED:
+    require_environment(Path(PLAN.environment_file), CAPTURE_ENVIRONMENT)
+elif A_RUN:
+    renew_environment(Path(PLAN.environment_file), CAPTURE_ENVIRONMENT)
 
 # A job that was killed may have left the GPU's clock locked; this run may have no job that would see it.
-if A_RUN and DEVICE == "cuda" and (gpu := find_gpu()):
+if A_RUN and DEVICE == "cuda" and not STATED and (gpu := find_gpu()):
     undo_leftover_if_free(gpu.uuid)
 
 # Snakemake compares specs by its own notes in .snakemake/, which may be lost; the records tell theirs.
 STALE = stale_records(PLAN, Path.cwd()) if workflow.is_main_process else []
 
 TIME_LIMIT_S = math.ceil(CONFIG["time_limit_s"])
-# Timed jobs take this many of the resource; checks may share a CPU, but never a GPU.
-GPUS_FOR_A_CHECK = 1 if DEVICE == "cuda" else 0
+# What a measurement takes: a GPU, which a batch system is asked for, or the CPU as a whole. Checks may
+# share a CPU, but never a GPU.
+GPUS = 1 if DEVICE == "cuda" else 0
+WHOLE_CPUS = 1 - GPUS
 
 # Torch is imported once for all jobs of a run; `onstart` starts the server, on this machine only.
 # (Where Triton is to interpret its kernels it must be told so before it is imported: not here.)
@@ -74,7 +91,10 @@ FORK_SERVER = ForkServer(ROOT, ["torch", "triton"] if DEVICE == "cuda" else ["to
 
 
 onstart:
-    FORK_SERVER.start()
+    if workflow.local_exec:
+        FORK_SERVER.start()
+    elif not STATED:
+        sys.exit(NOT_STATED)
 
 
 onsuccess:
@@ -86,8 +106,9 @@ onerror:
 
 
 # Without a limit Snakemake would start measurements side by side, each waiting for the device's lock.
-if "gpu" not in workflow.global_resources:
-    workflow.register_resource("gpu", 1)
+for resource in ("gpu", "whole_cpu"):
+    if resource not in workflow.global_resources:
+        workflow.register_resource(resource, 1)
 
 
 wildcard_constraints:

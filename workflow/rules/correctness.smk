@@ -15,7 +15,7 @@ rule check_correctness:
     conda:
         "../envs/attention.yaml"
     resources:
-        gpu=GPUS_FOR_A_CHECK,
+        gpu=GPUS,
         time_limit_s=TIME_LIMIT_S,
     params:
         spec=grid_spec,

@@ -1,6 +1,11 @@
 """Why does SDPA's latency differ from run to run? Asked on request only: `snakemake sdpa_diagnostic`."""
 
 
+localrules:
+    render_sdpa_diagnostic,
+    sdpa_diagnostic,
+
+
 rule diagnose_sdpa:
     input:
         script=ancient(ROOT / SCRIPTS[DIAGNOSTIC]),
@@ -16,8 +21,9 @@ rule diagnose_sdpa:
     conda:
         "../envs/attention.yaml"
     resources:
-        gpu=1,
+        gpu=GPUS,
         time_limit_s=TIME_LIMIT_S,
+        whole_cpu=WHOLE_CPUS,
     params:
         spec=diagnostic_spec,
     message:

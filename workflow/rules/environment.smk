@@ -10,6 +10,8 @@ rule environment:
         f"logs/{PLAN.environment}/environment.log",
     conda:
         "../envs/attention.yaml"
+    resources:
+        gpu=GPUS,
     params:
         key=PLAN.environment,
         device=DEVICE,

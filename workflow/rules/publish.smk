@@ -1,6 +1,10 @@
 """A run as rendered, for the repository: docs/results/<machine>/<config>/ and the README's tables."""
 
 
+localrules:
+    publish,
+
+
 rule publish:
     input:
         script=ancient(ROOT / "workflow/scripts/publish.py"),

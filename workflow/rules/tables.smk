@@ -1,6 +1,14 @@
 """From records to tables, and the run's verdict."""
 
 
+# A second's work and the run's last word: not for a batch system.
+localrules:
+    aggregate,
+    render_benchmark,
+    verdict,
+    retry_failed,
+
+
 rule aggregate:
     input:
         script=ancient(ROOT / "workflow/scripts/aggregate.py"),
@@ -84,6 +92,7 @@ for length in sorted({job.seq_len for job in PLAN.jobs() if job.seq_len}):
             records=[job.path for job in PLAN.jobs() if job.seq_len in (length, None)],
         log:
             f"logs/seq_len_{length}.log",
+        localrule: True
         conda:
             "../envs/attention.yaml"
         params:
@@ -111,8 +120,10 @@ rule retry_failed:
         device=DEVICE,
         environment=PLAN.environment,
         snakefile=workflow.main_snakefile,
+        profile=workflow_profile(sys.argv[1:]),
     message:
         "measure again what is an error or a timeout"
     shell:
         "python {input.script:q} --config {params.config:q} --device {params.device}"
-        " --environment {params.environment:q} --snakefile {params.snakefile:q} 2> {log:q}"
+        " --environment {params.environment:q} --snakefile {params.snakefile:q}"
+        " {params.profile:q} 2> {log:q}"

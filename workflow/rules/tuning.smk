@@ -16,8 +16,9 @@ rule tune:
     conda:
         "../envs/attention.yaml"
     resources:
-        gpu=1,
+        gpu=GPUS,
         time_limit_s=TIME_LIMIT_S,
+        whole_cpu=WHOLE_CPUS,
     params:
         spec=tuning_spec,
     message:

@@ -13,6 +13,7 @@ from workflow.tables import failed_jobs
 
 parser = plan_parser(__doc__)
 parser.add_argument("--snakefile", required=True, type=Path)
+parser.add_argument("--workflow-profile", help="the profile of the run around this one")
 arguments = parser.parse_args()
 
 failed = [job.path for job in failed_jobs(plan_of(arguments, ROOT), Path.cwd())]
@@ -21,6 +22,8 @@ if not failed:
     sys.exit(0)
 print(f"measuring {len(failed)} jobs again")
 command = [sys.executable, "-m", "snakemake", "--snakefile", str(arguments.snakefile), "--nolock", "all"]
+if arguments.workflow_profile:
+    command += ["--workflow-profile", arguments.workflow_profile]
 # The configuration as the run around this one has it, whatever files and options it came from.
 configuration = Path("results") / ".retry_config.json"
 configuration.write_text(json.dumps(arguments.config), encoding="utf-8")
