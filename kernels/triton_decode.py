@@ -21,15 +21,26 @@ import triton.language as tl
 
 from kernels.inputs import MAX_QUERIES, PAGE_SIZES, check_decode_inputs
 from kernels.split_keys import (
-    VECTOR_ELEMENTS,
+    INTERPRETED,
+    MAX_GRID,
     CompileUnit,
+    cannot_run,
+    check_options,
+    compile_unit,
     compute_capability,
     counter_bytes,
     counters,
     current,
     launch,
+    most_splits,
     multiprocessors,
-    split_count,
+    multiprocessors_of,
+    page_entries,
+    pointer_types,
+    room,
+    sequence_split,
+    split_constants,
+    tile_of_cache,
 )
 
 # Finite, so that a row that has seen no key yet gives no NaN; below every score that is finite.
@@ -53,22 +64,6 @@ def _load_tile(
     if INTERPRETED:
         tile = tile.to(tl.float32)
     return tile
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _sequence(
-    seq_lens_pointer: tl.tensor,
-    batch: tl.tensor,
-    context: tl.tensor,
-    max_splits: tl.tensor,
-    SPLIT_KEYS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The length of a sequence, and over how many programs its keys are split: its length alone decides."""
-    seq_len = context
-    if seq_lens_pointer is not None:
-        seq_len = tl.minimum(tl.maximum(tl.load(seq_lens_pointer + batch), 0), context)
-    splits = tl.minimum(tl.maximum(tl.cdiv(seq_len, SPLIT_KEYS), 1), max_splits)
-    return seq_len, splits
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -196,7 +191,7 @@ def _decode_splits(
     """
     split = tl.program_id(0)
     batch = tl.program_id(2)
-    seq_len, splits = _sequence(seq_lens_pointer, batch, context, tl.num_programs(0), SPLIT_KEYS)
+    seq_len, splits = sequence_split(seq_lens_pointer, batch, context, tl.num_programs(0), SPLIT_KEYS)
     if split >= splits:
         return
 
@@ -210,7 +205,7 @@ def _decode_splits(
     group_rows = first_row + rows
     query = group_rows % QUERIES
 
-    # 64 bits: a batch, a head, a page or the way to a tile can lie more than 2^31 elements apart.
+    # 64 bits: a batch, a head or a page can lie more than 2^31 elements apart.
     batch_units = tl.cast(batch, tl.int64) * STRIDE_UNIT
     head_units = tl.cast(kv_head, tl.int64) * STRIDE_UNIT
     head = tl.cast(kv_head * GROUP + group_rows // QUERIES, tl.int64)
@@ -229,14 +224,14 @@ def _decode_splits(
     # The split takes every splits-th tile, so that all splits read side by side.
     begin = split * TILE_K
     step = splits * TILE_K
+    table = block_table_pointer
+    page = 0
     if PAGE_SIZE == 0:
-        k_head += tl.cast(batch, tl.int64) * k_page
-        v_head += tl.cast(batch, tl.int64) * v_page
+        k_head += batch * k_page
+        v_head += batch * v_page
     else:
-        # A step ahead, so that the way to K and V does not wait for the table.
-        table = block_table_pointer + tl.cast(batch, tl.int64) * table_stride
-        places = begin + columns if TILE_K > PAGE_SIZE else begin
-        page = tl.load(table + places // PAGE_SIZE, mask=places < seq_len, other=0)
+        table += tl.cast(batch, tl.int64) * table_stride
+        page = page_entries(table, begin, columns, seq_len, TILE_K, PAGE_SIZE)
 
     # Query i of L sees no key of the later ones.
     visible = (seq_len - (QUERIES - 1) + query)[:, None]
@@ -246,25 +241,11 @@ def _decode_splits(
     for start in tl.range(begin, seq_len, step):
         keys = start + columns
         in_length = keys < seq_len
-        if PAGE_SIZE == 0:
-            k_tile = k_head + tl.cast(start, tl.int64) * k_stride
-            v_tile = v_head + tl.cast(start, tl.int64) * v_stride
-            k_rows = columns * k_stride
-            v_rows = columns * v_stride
-        elif TILE_K > PAGE_SIZE:
-            k_tile = k_head
-            v_tile = v_head
-            k_rows = tl.cast(page, tl.int64) * k_page + (keys % PAGE_SIZE) * k_stride
-            v_rows = tl.cast(page, tl.int64) * v_page + (keys % PAGE_SIZE) * v_stride
-            places = keys + step
-            page = tl.load(table + places // PAGE_SIZE, mask=places < seq_len, other=0)
-        else:
-            k_tile = k_head + tl.cast(page, tl.int64) * k_page + (start % PAGE_SIZE) * k_stride
-            v_tile = v_head + tl.cast(page, tl.int64) * v_page + (start % PAGE_SIZE) * v_stride
-            k_rows = columns * k_stride
-            v_rows = columns * v_stride
-            places = start + step
-            page = tl.load(table + places // PAGE_SIZE, mask=places < seq_len, other=0)
+        k_tile, k_rows = tile_of_cache(k_head, page, start, columns, k_stride, k_page, TILE_K, PAGE_SIZE)
+        v_tile, v_rows = tile_of_cache(v_head, page, start, columns, v_stride, v_page, TILE_K, PAGE_SIZE)
+        if PAGE_SIZE != 0:
+            # A step ahead, so that the way to K and V does not wait for the table.
+            page = page_entries(table, start + step, columns, seq_len, TILE_K, PAGE_SIZE)
 
         k = _load_tile(
             k_tile + k_rows[None, :] + dims[:, None],
@@ -335,7 +316,7 @@ def _merge_splits(
 ) -> None:
     """Merge the splits of one group of rows, if there are several: program (kv_head and rows, batch)."""
     batch = tl.program_id(1)
-    _, splits = _sequence(seq_lens_pointer, batch, context, max_splits, SPLIT_KEYS)
+    _, splits = sequence_split(seq_lens_pointer, batch, context, max_splits, SPLIT_KEYS)
     if splits == 1:
         return
     group = tl.cast(batch * tl.num_programs(0) + tl.program_id(0), tl.int64)
@@ -355,11 +336,9 @@ def _merge_splits(
 LOG2_E = math.log2(math.e)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MIN_ROWS, MAX_ROWS = 16, 64  # of a tile: what a matrix instruction takes, and what the registers hold
-MAX_GRID = 65535  # programs along the second and third axis of a grid
 MERGE_ELEMENTS = 8192  # floats that the merging program loads at a time: 64 for each of 128 threads
 MAX_MERGED = 32
 COMBINE = ("last_program", "kernel")
-TILE_OPTIONS = ("tile_k", "num_warps", "num_stages")
 
 
 def decode(
@@ -424,7 +403,7 @@ def decode(
             compute_capability(q.device), multiprocessors(q.device), batch, heads, kv_heads, queries,
             context, head_dim, page_size, seq_lens is not None,
         )  # fmt: skip
-    _check_options(options)
+    check_options(options, {"combine": COMBINE})
 
     # The interpreter cuts fp32 off where it should round to bf16: there PyTorch rounds.
     output = torch.empty(q.shape, dtype=torch.float32 if INTERPRETED else q.dtype, device=q.device)
@@ -434,7 +413,7 @@ def decode(
     strides = [stride for tensor in (q, k, v) for stride in tensor.stride()[:3]]
     rows = _row_constants(heads // kv_heads * queries, head_dim)
     programs = kv_heads * rows["ROW_TILES"]
-    max_splits = _max_splits(options, batch * programs, context, multiprocessors(q.device))
+    max_splits = most_splits(options, batch * programs, context, multiprocessors(q.device))
     with current(q.device):
         partials = counter = None
         last_program = max_splits > 1 and options.get("combine") != "kernel"
@@ -483,15 +462,10 @@ def unsupported(problem: Any, target: Any, **options: Any) -> str | None:
         return f"pages of {problem.page_size} tokens: expected one of {', '.join(map(str, PAGE_SIZES))}"
     if options:
         try:
-            _check_options(options)
+            check_options(options, {"combine": COMBINE})
         except ValueError as fault:
             return str(fault)
-    if not target.is_cuda:
-        return None if INTERPRETED else "Triton runs on a CPU only with TRITON_INTERPRET=1"
-    if target.compute_capability < (7, 5):
-        major, minor = target.compute_capability
-        return f"compute capability {major}.{minor} is below 7.5, the oldest that Triton compiles for"
-    return None
+    return cannot_run(target)
 
 
 def candidates(problem: Any, target: Any, **options: Any) -> list[dict[str, Any]]:
@@ -499,7 +473,7 @@ def candidates(problem: Any, target: Any, **options: Any) -> list[dict[str, Any]
     if options:
         return [options]
     return _candidates(
-        target.compute_capability if target.is_cuda else None, _multiprocessors_of(target),
+        target.compute_capability if target.is_cuda else None, multiprocessors_of(target),
         problem.batch, problem.heads, problem.kv_heads, problem.seq_len_q, problem.seq_len_k,
         problem.head_dim, problem.page_size, problem.lengths != "equal",
     )  # fmt: skip
@@ -515,8 +489,8 @@ def memory_law(problem: Any, **options: Any) -> int | None:
         return None
     rows = _row_constants(problem.heads // problem.kv_heads * problem.seq_len_q, problem.head_dim)
     groups = problem.batch * problem.kv_heads * rows["ROW_TILES"]
-    context = _room(problem)
-    splits = _max_splits(options, groups, context, 1)
+    context = room(problem)
+    splits = most_splits(options, groups, context, 1)
     own = 0
     if splits > 1:
         own = 4 * groups * splits * rows["PARTIAL"]
@@ -527,58 +501,24 @@ def memory_law(problem: Any, **options: Any) -> int | None:
 def compile_units(problem: Any, options: Mapping[str, Any], target: Any) -> list[CompileUnit]:
     """The kernels that a call compiles for contiguous inputs, one or two; empty options mean the default."""
     options = dict(options) or candidates(problem, target)[0]
-    _check_options(options)
+    check_options(options, {"combine": COMBINE})
     group = problem.heads // problem.kv_heads
     rows = _row_constants(group * problem.seq_len_q, problem.head_dim)
     groups = problem.batch * problem.kv_heads * rows["ROW_TILES"]
-    max_splits = _max_splits(options, groups, _room(problem), _multiprocessors_of(target))
+    max_splits = most_splits(options, groups, room(problem), multiprocessors_of(target))
     last_program = max_splits > 1 and options.get("combine") != "kernel"
     constants = _constants(
         options, group, problem.seq_len_q, problem.head_dim, problem.page_size, max_splits, last_program,
         [problem.head_dim],
     )  # fmt: skip
-    element = {"fp16": "*fp16", "bf16": "*bf16"}[problem.dtype]
-    pointers = dict.fromkeys(("q_pointer", "k_pointer", "v_pointer", "o_pointer"), element)
-    absent: dict[str, Any] = {}
-    for name, type_name, present in (
-        ("partial_pointer", "*fp32", max_splits > 1),
-        ("counter_pointer", "*i32", last_program),
-        ("seq_lens_pointer", "*i32", getattr(problem, "states_lengths", problem.lengths != "equal")),
-        ("block_table_pointer", "*i32", bool(problem.page_size)),
-    ):
-        if present:
-            pointers[name] = type_name
-        else:
-            absent[name] = None
-    units = [_unit(_decode_splits, pointers, {**constants, **absent}, _launch_options(options))]
+    pointers, absent = pointer_types(problem, max_splits, last_program)
+    units = [compile_unit(_decode_splits, pointers, {**constants, **absent}, _launch_options(options))]
     if max_splits > 1 and not last_program:
         merging = {"num_warps": options["num_warps"]}
-        units.append(_unit(_merge_splits, pointers, {**_merge_constants(constants), **absent}, merging))
+        units.append(
+            compile_unit(_merge_splits, pointers, {**_merge_constants(constants), **absent}, merging)
+        )
     return units
-
-
-INTERPRETED = not isinstance(_decode_splits, triton.JITFunction)
-
-
-def _unit(
-    function: Any, pointers: Mapping[str, str], constants: Mapping[str, Any], options: dict[str, Any]
-) -> CompileUnit:
-    signature = {}
-    for name in function.arg_names:
-        if name in pointers:
-            signature[name] = pointers[name]
-        elif name in constants:
-            signature[name] = "constexpr"
-        else:
-            signature[name] = "fp32" if name == "scale" else "i32"
-    # PyTorch's allocations are aligned to 16 bytes and more, and the launcher tells the compiler so.
-    aligned: dict[tuple[int, ...], list[list[Any]]] = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(function.arg_names)
-        if name in pointers
-    }
-    constexprs = {name: constants[name] for name in function.arg_names if name in constants}
-    return CompileUnit(function, signature, constexprs, aligned, options)
 
 
 def _out_of_range(batch: int, heads: int, kv_heads: int, queries: int, head_dim: int) -> str | None:
@@ -589,12 +529,6 @@ def _out_of_range(batch: int, heads: int, kv_heads: int, queries: int, head_dim:
     if kv_heads * triton.cdiv(heads // kv_heads * queries, MAX_ROWS) > MAX_GRID:
         return f"k has {kv_heads} heads: expected no more than {MAX_GRID} with all rows of theirs"
     return None
-
-
-def _room(problem: Any) -> int:
-    """How many keys the cache of a sequence has room for: whole pages."""
-    page = problem.page_size or 1
-    return int(triton.cdiv(problem.seq_len_k, page) * page)
 
 
 @functools.cache
@@ -632,15 +566,7 @@ def _constants(
         "QUERIES": queries,
         "HEAD_DIM": head_dim,
         **rows,
-        "TILE_K": options["tile_k"],
-        "SPLIT_KEYS": options.get("split_keys") or options["tile_k"],
-        "PAGE_SIZE": page_size,
-        "SPLIT": max_splits > 1,
-        "LAST_PROGRAM": last_program,
-        "STRIDE_UNIT": 1 if any(stride % VECTOR_ELEMENTS for stride in strides) else VECTOR_ELEMENTS,
-        # 64-bit offsets inside a tile cost registers: only for rows that lie very far apart.
-        "OFFSET": tl.int32 if options["tile_k"] * max(map(abs, strides)) < 2**31 else tl.int64,
-        "INTERPRETED": INTERPRETED,
+        **split_constants(options, page_size, max_splits, last_program, strides),
     }
 
 
@@ -657,42 +583,6 @@ def _launch_options(options: Mapping[str, Any]) -> dict[str, Any]:
         # Today's default, said aloud: a later Triton has another one, and the answers would differ.
         "enable_fp_fusion": True,
     }
-
-
-def _max_splits(options: Mapping[str, Any], groups: int, context: int, multiprocessors: int) -> int:
-    """The splits of a sequence that fills the cache."""
-    if options.get("split_keys") is not None:
-        return int(triton.cdiv(context, options["split_keys"]))
-    if options.get("splits") is not None:
-        return int(min(options["splits"], triton.cdiv(context, options["tile_k"])))
-    return split_count(context, groups, multiprocessors, options["tile_k"])
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name in TILE_OPTIONS:
-        value = options.get(name)
-        if not isinstance(value, int):
-            raise ValueError(f"{name} is {value!r}: expected a number; give all of {', '.join(TILE_OPTIONS)}")
-    if unknown := set(options) - {*TILE_OPTIONS, "splits", "split_keys", "combine"}:
-        raise ValueError(f"{sorted(unknown)[0]} is not a launch option of this kernel")
-    tile_k, splits, split_keys = options["tile_k"], options.get("splits"), options.get("split_keys")
-    if tile_k < 16 or tile_k & (tile_k - 1):
-        raise ValueError(f"tile_k is {tile_k}: expected a power of two, 16 or more")
-    if splits is not None and (not isinstance(splits, int) or splits < 1):
-        raise ValueError(f"splits is {splits!r}: expected a number, 1 or more")
-    if split_keys is not None:
-        if splits is not None:
-            raise ValueError("splits and split_keys are given: expected one of them")
-        if not isinstance(split_keys, int) or split_keys < 1 or split_keys % tile_k:
-            raise ValueError(f"split_keys is {split_keys!r}: expected a multiple of tile_k, {tile_k}")
-    if options.get("combine") not in (None, *COMBINE):
-        raise ValueError(f"combine is {options['combine']!r}: expected one of {', '.join(COMBINE)}")
-
-
-def _multiprocessors_of(target: Any) -> int:
-    if not target.is_cuda:
-        return multiprocessors(torch.device("cpu"))
-    return int(getattr(target, "multiprocessors", None) or 132)
 
 
 @functools.cache

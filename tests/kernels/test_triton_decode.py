@@ -327,9 +327,9 @@ def test_what_cannot_run_is_said_to_be_unsupported(monkeypatch):
     assert "pages of 32 tokens" in unsupported(problem(page_size=32), gpu(9, 0))
     assert "speed is not a launch option" in unsupported(problem(), gpu(9, 0), **tiles(speed=1))
     assert "compute capability 7.0 is below 7.5" in unsupported(problem(), gpu(7, 0))
-    monkeypatch.setattr(triton_decode, "INTERPRETED", False)
+    monkeypatch.setattr(split_keys, "INTERPRETED", False)
     assert "TRITON_INTERPRET=1" in unsupported(problem(), CPU)
-    monkeypatch.setattr(triton_decode, "INTERPRETED", True)
+    monkeypatch.setattr(split_keys, "INTERPRETED", True)
     assert unsupported(problem(), CPU) is None
 
 
@@ -392,7 +392,7 @@ import triton
 from harness.plugin import compile_unit
 from harness.problem import Problem
 from harness.target import Target
-from kernels import triton_decode
+from kernels import split_keys, triton_decode
 
 bin = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin")
 def ask(tool, *arguments):
@@ -405,7 +405,7 @@ for major, minor, changes, options in json.loads(sys.argv[1]):
     problem = Problem(**{**values, **changes}, causal=True, workload="decode")
     offered = [options] if options else triton_decode.candidates(problem, target)
     # How many splits there are does not show in the code.
-    shapes = {tuple(option[name] for name in triton_decode.TILE_OPTIONS): option for option in offered}
+    shapes = {tuple(option[name] for name in split_keys.TILE_OPTIONS): option for option in offered}
     for option in shapes.values():
         for unit in triton_decode.compile_units(problem, option, target):
             compiled = compile_unit(unit, target)
