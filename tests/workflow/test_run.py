@@ -217,7 +217,7 @@ def test_measurements_of_two_runs_never_overlap_whatever_they_allow_themselves(t
         assert checkout.snakemake("correctness", **shared).returncode == 0
     runs = [
         subprocess.Popen(
-            checkout.command("all", "--cores", "4", "--resources", "gpu=4"),
+            checkout.command("all", "--cores", "4", "--resources", "gpu=4", "whole_cpu=4"),
             cwd=checkout.folder,
             env=checkout.environment(CALL_LOG=str(calls), **shared),
             stdout=subprocess.DEVNULL,
