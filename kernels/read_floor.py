@@ -6,9 +6,8 @@ keys, and so proves that each of them was read.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +18,12 @@ from kernels.inputs import MAX_QUERIES, PAGE_SIZES, check_decode_inputs
 from kernels.split_keys import (
     INTERPRETED,
     MAX_GRID,
+    MAX_PLANS,
+    SPLIT_OPTIONS,
+    TILE_OPTIONS,
     CompileUnit,
+    Launch,
+    call_key,
     cannot_run,
     check_options,
     compile_unit,
@@ -27,7 +31,6 @@ from kernels.split_keys import (
     counter_bytes,
     counters,
     current,
-    launch,
     most_splits,
     multiprocessors,
     multiprocessors_of,
@@ -262,6 +265,57 @@ def decode(
     Raises ValueError for a bad argument (see `check_decode_inputs`), for a head_dim or a batch out of
     range, and for an incomplete or impossible set of launch options.
     """
+    options = (tile_k, num_warps, num_stages, splits, split_keys)
+    key = call_key((q, k, v, seq_lens, block_table), scale, options)
+    plan = None if key is None else _plans.get(key)
+    if plan is None:
+        plan = _plan(q, k, v, seq_lens, block_table, scale, options)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    # The interpreter cuts fp32 off where it should round to bf16: there PyTorch rounds.
+    output = torch.empty(q.shape, dtype=torch.float32 if INTERPRETED else q.dtype, device=q.device)
+    if plan.splits is None:
+        return output.zero_().to(q.dtype)
+    with current(q.device):
+        partials = counter = None
+        if plan.merge is not None:
+            partials = torch.empty(plan.partial_size, dtype=torch.float32, device=q.device)
+            counter = counters(q.device, plan.counters)
+        tensors = (k, v, output, partials, counter, seq_lens, block_table)
+        if plan.merge is None:
+            plan.splits(*tensors)
+        elif counter is not None:
+            plan.counted_splits(*tensors)
+        else:
+            # A capture before any other call.
+            plan.splits(*tensors)
+            plan.merge(output, partials, seq_lens)
+    return output if output.dtype == q.dtype else output.to(q.dtype)
+
+
+class _Plan(NamedTuple):
+    """How calls of one shape, layout and set of options are launched; no launch where nothing is asked."""
+
+    splits: Any = None  # the launch that leaves merging to another one, or has nothing to merge
+    counted_splits: Any = None  # the launch whose last program merges
+    merge: Any = None  # the second launch; None where there is nothing to merge
+    partial_size: int = 0  # floats
+    counters: int = 0
+
+
+_plans: dict[Any, _Plan] = {}
+
+
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    scale: float | None,
+    given: tuple[Any, ...],
+) -> _Plan:
     check_decode_inputs(q, k, v, seq_lens=seq_lens, block_table=block_table, scale=scale)
     batch, heads, queries, head_dim = q.shape
     kv_heads, page_size = k.shape[1], 0
@@ -271,59 +325,45 @@ def decode(
     reason = _out_of_range(batch, kv_heads, head_dim)
     if reason is not None:
         raise ValueError(reason)
-    options = {
-        "tile_k": tile_k,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-        "splits": splits,
-        "split_keys": split_keys,
-    }
-    if all(value is None for value in options.values()):
-        options = _default_options(
+    options = dict(zip((*TILE_OPTIONS, *SPLIT_OPTIONS), given, strict=True))
+    if all(value is None for value in given):
+        options = _candidates(
             compute_capability(q.device), multiprocessors(q.device), batch * kv_heads, context, head_dim,
             page_size, seq_lens is not None,
-        )  # fmt: skip
+        )[0]  # fmt: skip
     check_options(options, {})
-
-    # The interpreter cuts fp32 off where it should round to bf16: there PyTorch rounds.
-    output = torch.empty(q.shape, dtype=torch.float32 if INTERPRETED else q.dtype, device=q.device)
     if not batch or not context:
-        return output.zero_().to(q.dtype)
+        return _Plan()
+
     strides = [stride for tensor in (k, v) for stride in tensor.stride()[:3]]
     groups = batch * kv_heads
     max_splits = most_splits(options, groups, context, multiprocessors(q.device))
-    with current(q.device):
-        partials = counter = None
-        if max_splits > 1:
-            padded_dim = triton.next_power_of_2(head_dim)
-            partials = torch.empty(groups * max_splits * padded_dim, dtype=torch.float32, device=q.device)
-            counter = counters(q.device, groups)
-        counts = counter is not None
+
+    def splits(counts: bool) -> Launch:
         constants = _constants(
             options, heads // kv_heads * queries, head_dim, page_size, max_splits, counts, strides
         )
-        launch(
-            _read_splits,
-            (max_splits, kv_heads, batch),
-            (
-                *(k, v, output, partials, counter, seq_lens, block_table),
-                *(stride // constants["STRIDE_UNIT"] for stride in strides),
-                *(0 if block_table is None else block_table.stride(0), context),
-            ),
-            constants,
-            _launch_options(options),
+        scalars = (
+            *(stride // constants["STRIDE_UNIT"] for stride in strides),
+            *(0 if block_table is None else block_table.stride(0), context),
         )
-        if max_splits > 1 and not counts:
-            # A capture before any other call.
-            names = ("GROUP_ROWS", "STORED_ROWS", "HEAD_DIM", "PADDED_DIM", "MERGED", "SPLIT_KEYS")
-            launch(
-                _merge_reads,
-                (kv_heads, batch, 1),
-                (output, partials, seq_lens, context, max_splits),
-                {name: constants[name] for name in names},
-                {"num_warps": options["num_warps"]},
-            )
-    return output.to(q.dtype)
+        return Launch(
+            _read_splits, (max_splits, kv_heads, batch), scalars, constants, _launch_options(options)
+        )
+
+    alone = splits(False)
+    if max_splits == 1:
+        return _Plan(alone)
+    names = ("GROUP_ROWS", "STORED_ROWS", "HEAD_DIM", "PADDED_DIM", "MERGED", "SPLIT_KEYS")
+    constants = {name: alone.constants[name] for name in names}
+    merging = {"num_warps": options["num_warps"]}
+    return _Plan(
+        alone,
+        splits(True),
+        Launch(_merge_reads, (kv_heads, batch, 1), (context, max_splits), constants, merging),
+        groups * max_splits * constants["PADDED_DIM"],
+        groups,
+    )
 
 
 def reference(
@@ -442,11 +482,6 @@ def _constants(
 
 def _launch_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_warps": options["num_warps"], "num_stages": options["num_stages"]}
-
-
-@functools.cache
-def _default_options(*arguments: Any) -> dict[str, Any]:
-    return _candidates(*arguments)[0]
 
 
 def _candidates(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -224,46 +224,59 @@ def cannot_run(target: Any) -> str | None:
     return None
 
 
-def launch(
-    function: Any,
-    grid: tuple[int, int, int],
-    arguments: tuple[Any, ...],
-    constants: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> None:
-    """Launch a jitted function on the current stream; a call like an earlier one takes a short cut.
+class Launch:
+    """A launch of a jitted function whose calls differ in nothing but what their tensors hold and where.
 
-    The function's constants come after its arguments, in this order, and none of its integers may be
-    specialized. Triton's launcher binds and inspects every argument in every call, which takes longer than
-    a short sequence. Which compiled kernel it finds depends on nothing but the key below.
+    Triton's own launcher binds and inspects every argument in every call, which takes longer than a short
+    sequence. Which compiled kernel it finds depends on the alignment of the tensors alone, when all else
+    is fixed; so later calls go to that kernel directly. The function's parameters are tensors (or None), then
+    integers and floats that are not specialized, then constants, in the order given here.
     """
-    if not hasattr(function, "device_caches"):  # the interpreter's
-        function[grid](*arguments, **constants, **options)
-        return
-    key = (
-        function,
-        torch.cuda.current_device(),
-        *map(_kind, arguments),
-        *constants.values(),
-        *options.values(),
-    )
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = function[grid](*arguments, **constants, **options)
-    else:
-        compiled[grid](*arguments, *constants.values())
+
+    def __init__(
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        scalars: tuple[int | float, ...],
+        constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.function = function
+        self.grid = grid
+        self.scalars = scalars
+        self.constants = dict(constants)
+        self.options = dict(options)
+        self._rest = (*scalars, *constants.values())
+        self._kernels: dict[tuple[bool, ...], Callable[..., object]] = {}
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Launch on the current stream of the current device, which is the same in all calls."""
+        aligned = tuple([tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors])
+        kernel = self._kernels.get(aligned)
+        if kernel is not None:
+            kernel(*tensors, *self._rest)
+            return
+        compiled = self.function[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
+        if not INTERPRETED:
+            self._kernels[aligned] = compiled[self.grid]
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+def call_key(
+    tensors: tuple[torch.Tensor | None, ...], scale: float | None, options: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    """All that decides how a call is checked and launched; None where an argument is not even a tensor."""
+    try:
+        described = [
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors
+        ]
+        key = (*described, torch.is_grad_enabled(), type(scale), scale, options)
+        hash(key)
+    except (AttributeError, TypeError):
+        return None
+    return key
 
 
-def _kind(argument: Any) -> Any:
-    """What of an argument decides which compiled kernel it needs."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return -(2**31) <= argument < 2**31
-    return type(argument)
+MAX_PLANS = 1024  # of one kernel, remembered by their keys
 
 
 class _Counters:
@@ -289,8 +302,8 @@ class _Counters:
         # What captures took is replaced here, outside of them.
         if held is None or held.numel() < count or self._free.numel() < COUNTERS // 2:
             with self._lock:
-                if self._free.numel() < max(count, COUNTERS // 2):
-                    size = max(2 * count, COUNTERS)
+                if self._free.numel() < max(count + 32, COUNTERS // 2):
+                    size = counter_bytes(count) // 4
                     self._free = torch.zeros(size, dtype=torch.int32, device=self._device)
                     # Zero before any stream, or graph, can count with them.
                     torch.cuda.current_stream(self._device).synchronize()
@@ -301,6 +314,8 @@ class _Counters:
         return held
 
     def _take(self, count: int) -> torch.Tensor | None:
+        # Whole cache lines: aligned, as a kernel is told that its pointers are.
+        count = -(-count // 32) * 32
         if self._free.numel() < count:
             return None
         taken, self._free = self._free[:count], self._free[count:]
@@ -326,7 +341,7 @@ def counters(device: torch.device, count: int) -> torch.Tensor | None:
 
 def counter_bytes(count: int) -> int:
     """Bytes that the first call of a process allocates for counters, and keeps."""
-    return 4 * max(2 * count, COUNTERS)
+    return 4 * max(2 * (-(-count // 32) * 32), COUNTERS)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +23,12 @@ from kernels.inputs import MAX_QUERIES, PAGE_SIZES, check_decode_inputs
 from kernels.split_keys import (
     INTERPRETED,
     MAX_GRID,
+    MAX_PLANS,
+    SPLIT_OPTIONS,
+    TILE_OPTIONS,
     CompileUnit,
+    Launch,
+    call_key,
     cannot_run,
     check_options,
     compile_unit,
@@ -31,7 +36,6 @@ from kernels.split_keys import (
     counter_bytes,
     counters,
     current,
-    launch,
     most_splits,
     multiprocessors,
     multiprocessors_of,
@@ -381,6 +385,57 @@ def decode(
     Raises ValueError for a bad argument (see `check_decode_inputs`), for a head_dim or a batch out of
     range, and for an incomplete or impossible set of launch options.
     """
+    options = (tile_k, num_warps, num_stages, splits, split_keys, combine)
+    key = call_key((q, k, v, seq_lens, block_table), scale, options)
+    plan = None if key is None else _plans.get(key)
+    if plan is None:
+        plan = _plan(q, k, v, seq_lens, block_table, scale, options)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    # The interpreter cuts fp32 off where it should round to bf16: there PyTorch rounds.
+    output = torch.empty(q.shape, dtype=torch.float32 if INTERPRETED else q.dtype, device=q.device)
+    if plan.splits is None:
+        return output.zero_().to(q.dtype)
+    with current(q.device):
+        partials = counter = None
+        if plan.partial_size:
+            partials = torch.empty(plan.partial_size, dtype=torch.float32, device=q.device)
+        if plan.counters:
+            counter = counters(q.device, plan.counters)
+        tensors = (q, k, v, output, partials, counter, seq_lens, block_table)
+        if plan.merge is None:
+            plan.splits(*tensors)
+        elif counter is not None:
+            plan.counted_splits(*tensors)
+        else:
+            plan.splits(*tensors)
+            plan.merge(output, partials, seq_lens)
+    return output if output.dtype == q.dtype else output.to(q.dtype)
+
+
+class _Plan(NamedTuple):
+    """How calls of one shape, layout and set of options are launched; no launch where nothing is asked."""
+
+    splits: Any = None  # the launch that leaves merging to another one, or has nothing to merge
+    counted_splits: Any = None  # the launch whose last program merges
+    merge: Any = None  # the second launch; None where there is nothing to merge
+    partial_size: int = 0  # floats
+    counters: int = 0  # 0 where none are wanted
+
+
+_plans: dict[Any, _Plan] = {}
+
+
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    scale: float | None,
+    given: tuple[Any, ...],
+) -> _Plan:
     check_decode_inputs(q, k, v, seq_lens=seq_lens, block_table=block_table, scale=scale)
     batch, heads, queries, head_dim = q.shape
     kv_heads, page_size = k.shape[1], 0
@@ -390,63 +445,44 @@ def decode(
     reason = _out_of_range(batch, heads, kv_heads, queries, head_dim)
     if reason is not None:
         raise ValueError(reason)
-    options = {
-        "tile_k": tile_k,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-        "splits": splits,
-        "split_keys": split_keys,
-        "combine": combine,
-    }
-    if all(value is None for value in options.values()):
-        options = _default_options(
+    options = dict(zip((*TILE_OPTIONS, *SPLIT_OPTIONS, "combine"), given, strict=True))
+    if all(value is None for value in given):
+        options = _candidates(
             compute_capability(q.device), multiprocessors(q.device), batch, heads, kv_heads, queries,
             context, head_dim, page_size, seq_lens is not None,
-        )  # fmt: skip
+        )[0]  # fmt: skip
     check_options(options, {"combine": COMBINE})
-
-    # The interpreter cuts fp32 off where it should round to bf16: there PyTorch rounds.
-    output = torch.empty(q.shape, dtype=torch.float32 if INTERPRETED else q.dtype, device=q.device)
     if not batch or not context:
-        return output.zero_().to(q.dtype)
-    scale = head_dim**-0.5 if scale is None else scale
+        return _Plan()
+
     strides = [stride for tensor in (q, k, v) for stride in tensor.stride()[:3]]
-    rows = _row_constants(heads // kv_heads * queries, head_dim)
-    programs = kv_heads * rows["ROW_TILES"]
+    programs = kv_heads * _row_constants(heads // kv_heads * queries, head_dim)["ROW_TILES"]
     max_splits = most_splits(options, batch * programs, context, multiprocessors(q.device))
-    with current(q.device):
-        partials = counter = None
-        last_program = max_splits > 1 and options.get("combine") != "kernel"
-        if max_splits > 1:
-            size = batch * programs * max_splits * rows["PARTIAL"]
-            partials = torch.empty(size, dtype=torch.float32, device=q.device)
-        if last_program:
-            counter = counters(q.device, batch * programs)
-            last_program = counter is not None
+    scale = head_dim**-0.5 if scale is None else scale
+
+    def splits(last_program: bool) -> Launch:
         constants = _constants(
             options, heads // kv_heads, queries, head_dim, page_size, max_splits, last_program, strides
         )
-        unit = constants["STRIDE_UNIT"]
-        launch(
-            _decode_splits,
-            (max_splits, programs, batch),
-            (
-                *(q, k, v, output, partials, counter, seq_lens, block_table),
-                *(stride // unit for stride in strides),
-                *(0 if block_table is None else block_table.stride(0), context, scale * LOG2_E),
-            ),
-            constants,
-            _launch_options(options),
+        scalars = (
+            *(stride // constants["STRIDE_UNIT"] for stride in strides),
+            *(0 if block_table is None else block_table.stride(0), context, scale * LOG2_E),
         )
-        if max_splits > 1 and not last_program:
-            launch(
-                _merge_splits,
-                (programs, batch, 1),
-                (output, partials, seq_lens, context, max_splits),
-                _merge_constants(constants),
-                {"num_warps": options["num_warps"]},
-            )
-    return output.to(q.dtype)
+        grid = (max_splits, programs, batch)
+        return Launch(_decode_splits, grid, scalars, constants, _launch_options(options))
+
+    alone = splits(False)
+    if max_splits == 1:
+        return _Plan(alone)
+    constants = _merge_constants(alone.constants)
+    merging = {"num_warps": options["num_warps"]}
+    return _Plan(
+        alone,
+        splits(True),
+        Launch(_merge_splits, (programs, batch, 1), (context, max_splits), constants, merging),
+        batch * programs * max_splits * constants["PARTIAL"],
+        0 if options.get("combine") == "kernel" else batch * programs,
+    )
 
 
 def unsupported(problem: Any, target: Any, **options: Any) -> str | None:
@@ -583,11 +619,6 @@ def _launch_options(options: Mapping[str, Any]) -> dict[str, Any]:
         # Today's default, said aloud: a later Triton has another one, and the answers would differ.
         "enable_fp_fusion": True,
     }
-
-
-@functools.cache
-def _default_options(*arguments: Any) -> dict[str, Any]:
-    return _candidates(*arguments)[0]
 
 
 def _launch(

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import split_keys, triton_decode
+from kernels import read_floor, split_keys, triton_decode
 from kernels.triton_decode import decode
 from tests.kernels.decode_oracle import assert_decode_close, cache, decode_formula, paged
 from tests.kernels.oracle import DEVICE
@@ -122,26 +122,31 @@ def test_the_last_program_and_a_second_kernel_merge_alike(options):
     assert_decode_close(first, q, k, v, [300, 64])
 
 
+def launches(monkeypatch):
+    """The functions that are launched from now on."""
+    launched = []
+    genuine = split_keys.Launch.__call__
+
+    def launch(self, *tensors):
+        launched.append(self.function)
+        genuine(self, *tensors)
+
+    monkeypatch.setattr(split_keys.Launch, "__call__", launch)
+    return launched
+
+
 def test_where_a_capture_finds_no_counters_a_second_kernel_merges(monkeypatch):
     q, k, v, _ = cache(1, 4, 2, 1, 200, 32)
     expected = decode(q, k, v, **tiles(splits=3))
-    launched = []
-    genuine = triton_decode.launch
+    launched = launches(monkeypatch)
     monkeypatch.setattr(triton_decode, "counters", lambda device, count: None)
-    monkeypatch.setattr(
-        triton_decode, "launch", lambda function, *rest: (launched.append(function), genuine(function, *rest))
-    )
     assert torch.equal(decode(q, k, v, **tiles(splits=3)), expected)
     assert launched == [triton_decode._decode_splits, triton_decode._merge_splits]
 
 
 def test_one_launch_is_enough_where_the_last_program_merges_or_nothing_is_split(monkeypatch):
     q, k, v, _ = cache(1, 4, 2, 1, 200, 32)
-    launched = []
-    genuine = triton_decode.launch
-    monkeypatch.setattr(
-        triton_decode, "launch", lambda function, *rest: (launched.append(function), genuine(function, *rest))
-    )
+    launched = launches(monkeypatch)
     for options in ({"splits": 3}, {"splits": 1, "combine": "kernel"}, {"splits": 9, "tile_k": 256}):
         launched.clear()
         decode(q, k, v, **{**tiles(), **options})
@@ -297,6 +302,49 @@ def test_a_bad_argument_is_refused_by_name():
         decode(q.clone().requires_grad_(), k, v)
     with pytest.raises(ValueError, match="q has head_dim 8: expected 16 to 256"):
         decode(q[..., :8], k[..., :8], v[..., :8])
+
+
+def test_a_call_like_an_earlier_one_is_not_checked_again_and_one_unlike_it_is(monkeypatch):
+    q, k, v, seq_lens = cache(2, 4, 2, 1, 70, 16, lengths=[70, 20])
+    options = tiles(16, splits=2)
+    first = decode(q, k, v, seq_lens=seq_lens, scale=1, **options)
+    checked = []
+    genuine = triton_decode.check_decode_inputs
+    monkeypatch.setattr(
+        triton_decode, "check_decode_inputs", lambda *a, **b: (checked.append(a), genuine(*a, **b))
+    )
+    again = decode(q.clone(), k.clone(), v.clone(), seq_lens=seq_lens.clone(), scale=1, **options)
+    assert torch.equal(again, first)
+    assert not checked
+    for changed, fault in (
+        ({"scale": True}, "scale is True"),
+        ({"seq_lens": seq_lens.long()}, "seq_lens is int64"),
+        ({"q": q.clone().requires_grad_()}, "q requires a gradient"),
+        ({"v": v.bfloat16()}, "v is bfloat16"),
+        ({"k": [1.0]}, "k is a list"),
+    ):
+        call = {"q": q, "k": k, "v": v, "seq_lens": seq_lens, "scale": 1, **options, **changed}
+        with pytest.raises(ValueError, match=fault):
+            decode(**call)
+    wide = torch.zeros(2, 2, 70, 32, dtype=k.dtype, device=DEVICE)[..., :16]
+    wide.copy_(k)
+    assert torch.equal(decode(q, wide, v, seq_lens=seq_lens, scale=1, **options), first)
+
+
+def test_the_parameters_of_each_kernel_are_tensors_scalars_and_constants_in_the_order_of_a_launch():
+    q, k, v, _ = cache(1, 4, 2, 1, 70, 16)
+    for module in (triton_decode, read_floor):
+        module._plans.clear()
+        module.decode(q, k, v, **tiles(16, splits=2))
+        [plan] = module._plans.values()
+        for launch, tensors in (
+            (plan.splits, 8 if module is triton_decode else 7),
+            (plan.counted_splits, 8 if module is triton_decode else 7),
+            (plan.merge, 3),
+        ):
+            names = launch.function.arg_names
+            assert all(name.endswith("_pointer") for name in names[:tensors])
+            assert names[tensors + len(launch.scalars) :] == list(launch.constants)
 
 
 BAD_OPTIONS = [
