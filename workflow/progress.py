@@ -130,14 +130,13 @@ def sentence(done: int, total: int, estimate: Estimate | None, now: float) -> st
         return f"{text}."
     if estimate is None:
         return f"{text}; how long the others take is not known yet."
-    hour = time.strftime("%H:%M", time.localtime(now + estimate.left_s))
-    least = ""
+    about = f"about {spelt(estimate.left_s)} left"
+    sources = f"estimated from {' and '.join(estimate.sources)}"
     if estimate.left_out:
-        least = f"; {estimate.left_out} of a kind not measured before not counted"
-    return (
-        f"{text}; {'at least ' if least else ''}about {spelt(estimate.left_s)} left, until {hour}"
-        f" (estimated from {' and '.join(estimate.sources)}{least})."
-    )
+        without = f"{estimate.left_out} of a kind not measured before not counted"
+        return f"{text}; at least {about} ({sources}; {without})."
+    hour = time.strftime("%H:%M", time.localtime(now + estimate.left_s))
+    return f"{text}; {about}, until {hour} ({sources})."
 
 
 def spelt(seconds: float) -> str:

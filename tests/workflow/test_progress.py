@@ -112,9 +112,9 @@ def test_the_line_says_that_it_is_an_estimate_from_what_and_what_it_leaves_out()
         r"Measured 3 of 10; about 2 min left, until \d\d:\d\d \(estimated from former runs\)\.", line
     )
     line = sentence(3, 10, Estimate(125.0, ("former runs", "this run so far"), 2), now=0.0)
-    assert "at least about 2 min left" in line
-    assert (
-        "estimated from former runs and this run so far; 2 of a kind not measured before not counted" in line
+    assert line == (
+        "Measured 3 of 10; at least about 2 min left (estimated from former runs and this run so far;"
+        " 2 of a kind not measured before not counted)."
     )
     assert sentence(0, 10, None, now=0.0) == "Measured 0 of 10; how long the others take is not known yet."
     assert sentence(10, 10, Estimate(0.0, (), 0), now=0.0) == "Measured 10 of 10."
