@@ -20,6 +20,7 @@ class JobArguments:
     time_limit_s: float
     options: dict[str, Any]
     winner: Path | None
+    kept_gpu: int | None = None
 
 
 def job_arguments(description: str | None, *, of_a_kernel: bool = True) -> JobArguments:
@@ -33,6 +34,7 @@ def job_arguments(description: str | None, *, of_a_kernel: bool = True) -> JobAr
     parser.add_argument("--time-limit-s", type=float, default=600.0)
     parser.add_argument("--tuned", nargs="*", type=Path, help="the file with the options that tuning found")
     parser.add_argument("--winner", type=Path, help="where a tuning job writes the fastest options")
+    parser.add_argument("--kept-gpu", type=int, default=-1, help="the place of the GPU to take; -1: any")
     arguments = parser.parse_args()
     try:
         require_writable(arguments.output)
@@ -45,7 +47,8 @@ def job_arguments(description: str | None, *, of_a_kernel: bool = True) -> JobAr
         parser.error("--spec: it names no implementation with options")
     for path in arguments.tuned or []:
         options.update(_tuned(parser, path))
-    return JobArguments(spec, arguments.output, arguments.time_limit_s, options, arguments.winner)
+    kept = None if arguments.kept_gpu < 0 else arguments.kept_gpu
+    return JobArguments(spec, arguments.output, arguments.time_limit_s, options, arguments.winner, kept)
 
 
 def _spec(parser: argparse.ArgumentParser, text: str) -> dict[str, Any]:

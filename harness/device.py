@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from harness.environment import cpu_name
+from harness.environment import cpu_name, find_gpus
 from harness.supervisor import describe_exception
 from harness.target import Target
 
@@ -392,6 +392,7 @@ def pin_to_gpu(uuid: str) -> None:
     """Let this process see that GPU only; must come before CUDA is initialised."""
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     os.environ["CUDA_VISIBLE_DEVICES"] = uuid
+    find_gpus.cache_clear()
 
 
 def finite(values: list[float]) -> bool:

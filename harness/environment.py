@@ -65,22 +65,35 @@ class EnvironmentFault(Exception):
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that measurements run on: the first that CUDA_VISIBLE_DEVICES lets through."""
+    """A GPU that this process may use, or a MIG slice of one.
+
+    `card_uuid` is the physical GPU's, which slices of one GPU have in common, and with it clock and power.
+    """
 
     uuid: str
     name: str
     driver: str
+    card_uuid: str
 
 
 @functools.cache  # starting NVML takes a while, and a Snakefile asks more than once
-def find_gpu() -> Gpu | None:
-    """The first visible NVIDIA GPU by NVML, without touching CUDA; None where there is none."""
+def find_gpus() -> tuple[Gpu, ...]:
+    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES lets through, in its order, by NVML and without CUDA.
+
+    A GPU that is divided (MIG) counts as its slices. A process in which the variable is changed, or which is
+    to look anew, calls `find_gpus.cache_clear()`.
+    """
     found = _search()
-    return found if isinstance(found, Gpu) else None
+    return () if isinstance(found, str) else found
 
 
-def _search() -> Gpu | str:
-    """The first visible GPU, or why there is none."""
+def find_gpu() -> Gpu | None:
+    """The first visible GPU; None where there is none."""
+    return next(iter(find_gpus()), None)
+
+
+def _search() -> tuple[Gpu, ...] | str:
+    """The visible GPUs, or why there is none."""
     try:
         import pynvml
     except ImportError:
@@ -90,14 +103,7 @@ def _search() -> Gpu | str:
     except pynvml.NVMLError as fault:
         return f"NVML does not start: {fault}"
     try:
-        handle = _first_visible(pynvml)
-        if handle is None:
-            return _nothing_visible()
-        return Gpu(
-            uuid=pynvml.nvmlDeviceGetUUID(handle),
-            name=pynvml.nvmlDeviceGetName(handle),
-            driver=pynvml.nvmlSystemGetDriverVersion(),
-        )
+        return tuple(_visible(pynvml)) or _nothing_visible()
     except pynvml.NVMLError as fault:
         return f"NVML does not answer: {fault}"
     finally:
@@ -112,18 +118,73 @@ def _nothing_visible() -> str:
     return f"CUDA_VISIBLE_DEVICES={wanted} lets none through that NVML knows of"
 
 
-def _first_visible(pynvml: Any) -> Any:
+def _visible(pynvml: Any) -> list[Gpu]:
+    """The GPUs behind each entry of the variable; as in CUDA, the first that there is not ends the list."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = pynvml.nvmlDeviceGetCount()
-    if wanted is None:
-        return pynvml.nvmlDeviceGetHandleByIndex(0) if count else None
-    first = wanted.split(",")[0].strip()
-    if first.isdigit():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(first)) if int(first) < count else None
+    entries = [str(index) for index in range(count)] if wanted is None else wanted.split(",")
+    found: dict[str, Gpu] = {}
+    for entry in entries:
+        gpus = _of_entry(pynvml, entry.strip(), count)
+        if not gpus:
+            break
+        found |= {gpu.uuid: gpu for gpu in gpus}
+    return list(found.values())
+
+
+def _of_entry(pynvml: Any, entry: str, count: int) -> list[Gpu]:
+    """The GPU, or its slices, that an index, a UUID or the beginning of one names; none if there is none."""
+    if entry.isdigit():
+        return _with_slices(pynvml, int(entry)) if int(entry) < count else []
+    if entry.startswith("MIG-"):
+        handles = [_handle(pynvml, entry)]
+        gpus = [_described(pynvml, handle) for handle in handles if handle is not None]
+        return gpus or _only([gpu for index in range(count) for gpu in _with_slices(pynvml, index)], entry)
+    if entry.startswith("GPU-"):
+        cards = [_described(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
+        named = _only(cards, entry)
+        return _with_slices(pynvml, cards.index(named[0])) if named else []
+    return []
+
+
+def _only(gpus: list[Gpu], beginning: str) -> list[Gpu]:
+    """The one GPU whose UUID begins like this, if it is one."""
+    matching = [gpu for gpu in gpus if gpu.uuid.startswith(beginning)]
+    return matching if len(matching) == 1 else []
+
+
+def _handle(pynvml: Any, uuid: str) -> Any:
     try:
-        return pynvml.nvmlDeviceGetHandleByUUID(first) if first.startswith(("GPU-", "MIG-")) else None
+        return pynvml.nvmlDeviceGetHandleByUUID(uuid)
     except pynvml.NVMLError:
         return None
+
+
+def _with_slices(pynvml: Any, index: int) -> list[Gpu]:
+    """The MIG slices of the GPU with this index, or the GPU itself where it is not divided."""
+    card = pynvml.nvmlDeviceGetHandleByIndex(index)
+    try:
+        divided = bool(pynvml.nvmlDeviceGetMigMode(card)[0])
+    except pynvml.NVMLError:  # a GPU that cannot be
+        divided = False
+    if not divided:
+        return [_described(pynvml, card)]
+    slices = []
+    for place in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+        with contextlib.suppress(pynvml.NVMLError):  # a place that is not taken
+            slices.append(_described(pynvml, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, place)))
+    return slices
+
+
+def _described(pynvml: Any, handle: Any) -> Gpu:
+    uuid = pynvml.nvmlDeviceGetUUID(handle)
+    card = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if uuid.startswith("MIG-") else handle
+    return Gpu(
+        uuid=uuid,
+        name=pynvml.nvmlDeviceGetName(handle),
+        driver=pynvml.nvmlSystemGetDriverVersion(),
+        card_uuid=pynvml.nvmlDeviceGetUUID(card),
+    )
 
 
 def choose_device(wanted: str) -> str:
@@ -141,13 +202,14 @@ def choose_device(wanted: str) -> str:
     return "cpu"
 
 
-def environment_key(device: str) -> str:
+def environment_key(device: str, gpu: Gpu | None = None) -> str:
     """The name of the environment, which is a folder name: device, driver, torch, triton, Python.
 
-    The driver counts to its minor number. For `cuda` on a machine without a GPU the key says so.
+    The driver counts to its minor number. For `cuda` it is that of `gpu`, or of the first visible one; on a
+    machine without a GPU the key says so.
     """
     if device == "cuda":
-        gpu = find_gpu()
+        gpu = gpu or find_gpu()
         machine = (
             "no-gpu" if gpu is None else f"{_slug(gpu.name)}_driver{'.'.join(gpu.driver.split('.')[:2])}"
         )
@@ -267,6 +329,15 @@ def require_gpu() -> Gpu:
     if "+cpu" in _version("torch"):
         raise EnvironmentFault(f"device = cuda: torch {_version('torch')} is a build without CUDA")
     return gpu
+
+
+def gpus_of(environment: str) -> list[Gpu]:
+    """The visible GPUs whose environment has this key; where none has, the first, which is then told so.
+
+    Raises EnvironmentFault, in one line, if there is none torch can use.
+    """
+    first = require_gpu()
+    return [gpu for gpu in find_gpus() if environment_key("cuda", gpu) == environment] or [first]
 
 
 def _describe_gpu() -> dict[str, Any]:

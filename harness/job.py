@@ -19,12 +19,13 @@ from harness.device import Device, open_device, pin_to_gpu
 from harness.digest import source_digest
 from harness.environment import (
     EnvironmentFault,
+    Gpu,
     describe,
     environment_key,
-    require_gpu,
+    gpus_of,
     use_every_cpu_thread,
 )
-from harness.lock import device_lock
+from harness.lock import any_device_lock, device_lock
 from harness.monitor import GpuMonitor, Monitor, NoMonitor
 from harness.neighbours import Neighbours
 from harness.plugin import Kernel, interpret_triton, load_kernel
@@ -51,9 +52,11 @@ class Supervision:
     """Holds a job's device while its tasks run in supervised children, and makes its record.
 
     Used in a `with`. A job that is not `timed` shares the CPU with others of its kind; a GPU is never
-    shared, and where the spec says `lock_sm_clock_mhz` its clock is locked meanwhile. Waiting for the
-    device is not part of the time limit, which holds for each `run`. On a machine without the GPU that
-    the spec asks for every task is an error that says so.
+    shared, and where the spec says `lock_sm_clock_mhz` its clock is locked meanwhile. Of several GPUs that
+    are of the spec's environment it takes the first that is free, or waits for the one that `kept_gpu`
+    numbers among them, whatever else is free. Waiting for the device is not part of the time limit, which
+    holds for each `run`. On a machine without the GPU that the spec asks for every task is an error that
+    says so.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Supervision:
         time_limit_s: float,
         timed: bool,
         options: dict[str, Any] | None = None,
+        kept_gpu: int | None = None,
     ) -> None:
         self._spec = spec
         self._root = root
@@ -72,7 +76,8 @@ class Supervision:
         self._options = spec.get("implementation", {}).get("options", {}) if options is None else options
         self._timed = timed
         self._lock = ExitStack()
-        self._uuid: str | None = None
+        self._kept_gpu = kept_gpu
+        self._gpu: Gpu | None = None
         self._clock: Clock | None = None
         self._fault: str | None = None
         self._account: dict[str, Any] = {}
@@ -80,15 +85,17 @@ class Supervision:
         self._started_at = datetime.now(UTC)
 
     def __enter__(self) -> Supervision:
-        try:
-            self._uuid = require_gpu().uuid if self._spec["device"] == "cuda" else None
-        except EnvironmentFault as fault:
-            self._fault = str(fault)
-            return self
-        shared = not self._timed and self._uuid is None
-        self._lock.enter_context(device_lock(self._uuid or "cpu", shared=shared, waiting=_say))
-        if self._uuid is not None:
-            self._clock = self._lock.enter_context(Clock(self._uuid, self._spec.get("lock_sm_clock_mhz")))
+        if self._spec["device"] == "cuda":
+            try:
+                gpus = gpus_of(self._spec["environment"])
+            except EnvironmentFault as fault:
+                self._fault = str(fault)
+                return self
+            self._gpu = self._take(gpus)
+            clock = Clock(self._gpu.card_uuid, self._spec.get("lock_sm_clock_mhz"))
+            self._clock = self._lock.enter_context(clock)
+        else:
+            self._lock.enter_context(device_lock("cpu", shared=not self._timed, waiting=_say))
         self._began, self._started_at = time.monotonic(), datetime.now(UTC)
         return self
 
@@ -96,6 +103,15 @@ class Supervision:
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lock.close()
+
+    def _take(self, gpus: Sequence[Gpu]) -> Gpu:
+        """Hold the lock of the card that one of these is on, or is a slice of, and give that one."""
+        if self._kept_gpu is not None:
+            gpus = [gpus[self._kept_gpu % len(gpus)]]
+        # Slices of one card share its clock and its power, and so its lock.
+        cards = list(dict.fromkeys(gpu.card_uuid for gpu in gpus))
+        card = self._lock.enter_context(any_device_lock(cards, waiting=_say))
+        return next(gpu for gpu in gpus if gpu.card_uuid == card)
 
     def run(
         self, tasks: Sequence[Task], work: Work[Bench, Task], *, fresh_child_each: bool = False
@@ -151,27 +167,31 @@ class Supervision:
         return kernel
 
     def _start_without_device(self) -> tuple[Kernel, dict[str, Any]]:
+        if self._gpu is not None:
+            pin_to_gpu(self._gpu.uuid)  # for what it may start
         return self._load_kernel(), {}
 
     def _start(self) -> tuple[Bench, dict[str, Any]]:
-        spec, uuid = self._spec, self._uuid
+        spec, gpu = self._spec, self._gpu
+        if gpu is not None:
+            pin_to_gpu(gpu.uuid)
         found = environment_key(spec["device"])
         if found != spec["environment"]:
             raise Verdict(ERROR, f"the job is for environment {spec['environment']}, this machine is {found}")
         watch: Callable[[], Monitor] = NoMonitor
-        if uuid is None:
+        if gpu is None:
             interpret_triton()
             use_every_cpu_thread()
             device = open_device("cpu")
         else:
-            pin_to_gpu(uuid)
-            neighbours = Neighbours(uuid)
+            card_uuid = gpu.card_uuid
+            neighbours = Neighbours(gpu.uuid)
             device = open_device("cuda")
             device.synchronize()  # NVML lists a process from when it has a CUDA context
             neighbours.opened()
 
             def watch() -> Monitor:
-                return GpuMonitor(uuid, neighbours)
+                return GpuMonitor(card_uuid, neighbours)
 
         bench = Bench(device, watch, self._load_kernel)
         if "implementation" in spec:

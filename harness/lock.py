@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER_VARIABLE = "ATTENTION_BENCH_LOCKS"
 DEFAULT_FOLDER = "/tmp/attention-bench-locks"
+SECONDS_BETWEEN_TRIES = 0.05
 
 
 class LockFault(Exception):
@@ -29,26 +31,57 @@ def device_lock(name: str, *, shared: bool = False, waiting: Callable[[str], Non
     `waiting` is told once, in a sentence, when the lock is taken by another process. Raises LockFault where
     there can be no lock: without one nothing is measured.
     """
-    folder = Path(os.environ.get(FOLDER_VARIABLE, DEFAULT_FOLDER))
+    with _device_locks(name):
+        descriptor = _hold(
+            _lock_file(name),
+            fcntl.LOCK_SH if shared else fcntl.LOCK_EX,
+            lambda: waiting(f"waiting: another process is measuring on {name}"),
+        )
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def any_device_lock(names: Sequence[str], *, waiting: Callable[[str], None] = print) -> Iterator[str]:
+    """Hold the lock of one of these devices, the first that is free, and say which.
+
+    As `device_lock` in all else.
+    """
+    if len(names) == 1:
+        with device_lock(names[0], waiting=waiting):
+            yield names[0]
+        return
+    with _device_locks(", ".join(names)):
+        name, descriptor = _hold_any(
+            names, lambda: waiting(f"waiting: other processes are measuring on {', '.join(names)}")
+        )
+    try:
+        yield name
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _device_locks(name: str) -> Iterator[None]:
+    """See to the folder of the devices' locks, and say what to do where it cannot be used."""
+    folder = _lock_file(name).parent
     try:
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
             # As /tmp itself: each user of the machine takes part.
             folder.chmod(0o1777)
-        descriptor = _hold(
-            folder / f"{name}.lock",
-            fcntl.LOCK_SH if shared else fcntl.LOCK_EX,
-            lambda: waiting(f"waiting: another process is measuring on {name}"),
-        )
+        yield
     except OSError as fault:
         raise LockFault(
             f"nothing can be measured on {name} without its lock, and {folder} gives none ({fault.strerror}):"
             f" remove it, or name in {FOLDER_VARIABLE} a folder that all users of this machine can write to"
         ) from fault
-    try:
-        yield
-    finally:
-        os.close(descriptor)
+
+
+def _lock_file(name: str) -> Path:
+    return Path(os.environ.get(FOLDER_VARIABLE, DEFAULT_FOLDER)) / f"{name}.lock"
 
 
 def hold_checkout(root: Path, waiting: Callable[[str], None]) -> int:
@@ -71,6 +104,28 @@ def hold_checkout(root: Path, waiting: Callable[[str], None]) -> int:
         raise LockFault(
             f"{folder} can take no results ({fault.strerror}): it must be a folder this user can write to"
         ) from fault
+
+
+def _hold_any(names: Sequence[str], waiting: Callable[[], None]) -> tuple[str, int]:
+    """The first device that is free, and an open descriptor of its lock's file, locked."""
+    waited = False
+    while True:
+        for name in names:
+            with contextlib.suppress(_Taken):
+                return name, _hold(_lock_file(name), fcntl.LOCK_EX, _do_not_wait)
+        if not waited:
+            with contextlib.suppress(OSError):  # whoever reads this may be gone
+                waiting()
+        waited = True
+        time.sleep(SECONDS_BETWEEN_TRIES)  # the system waits for one lock alone
+
+
+class _Taken(Exception):
+    """A lock that another process holds, for who does not wait."""
+
+
+def _do_not_wait() -> None:
+    raise _Taken
 
 
 def _hold(path: Path, kind: int, waiting: Callable[[], None]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from harness.comparison import Comparison, Measured, Ratio, Twins, before_edit, compare, edit_effect
 from harness.record import OK, Record
 from workflow.plan import TIMING, Plan
-from workflow.tables import held_against, load, load_measurement
+from workflow.tables import gpu_of, held_against, load, load_measurement
 
 BASELINE = "baseline"
 TWIN = "twin"
@@ -69,7 +69,7 @@ def _of_a_cell(plan: Plan, cell: dict[str, tuple[Record, Path]]) -> Iterator[dic
         if baseline in cell and name != baseline:
             yield _row(BASELINE, name, baseline, _compared(record, cell[baseline][0], twins))
         if _unusable(record) is None and (before := before_edit(record, path)) is not None:
-            row = _row(EDIT, name, name, edit_effect(before, record, twins))
+            row = _row(EDIT, name, name, _of_two_gpus(before, record) or edit_effect(before, record, twins))
             source = before.circumstances.get("source", {})
             yield {**row, "before_measured_at": before.started_at, "before_commit": source.get("commit")}
 
@@ -92,12 +92,20 @@ def _unusable(record: Record) -> str | None:
     return next((f"is {mark}" for mark in ("interpreted", "stale") if mark in record.marks), None)
 
 
+def _of_two_gpus(record: Record, other: Record) -> str | None:
+    """Why two rows that come from two GPUs are not compared; None if they come from one, or none is known."""
+    one, two = gpu_of(record), gpu_of(other)
+    if one is None or two is None or one == two:
+        return None
+    return f"measured on two GPUs, {one} and {two}, which may differ by themselves"
+
+
 def _compared(record: Record, other: Record, twins: Twins | None) -> Comparison | str:
     """The comparison of two rows, or why there is none."""
     for side in (record, other):
         if (why := _unusable(side)) is not None:
             return f"{side.spec['implementation']['name']} {why}"
-    return compare(Measured.of(record), Measured.of(other), twins)
+    return _of_two_gpus(record, other) or compare(Measured.of(record), Measured.of(other), twins)
 
 
 def _row(kind: str, name: str, against: str, found: Comparison | str) -> dict[str, Any]:

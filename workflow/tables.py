@@ -150,6 +150,12 @@ def _won(winner: Path) -> dict[str, Any] | None:
         return None
 
 
+def gpu_of(record: Record) -> str | None:
+    """The UUID of the GPU that a record was measured on; None where there was none."""
+    uuid: str | None = record.circumstances.get("gpu", {}).get("uuid")
+    return uuid
+
+
 def stale_records(plan: Plan, root: Path) -> list[str]:
     """The paths of the records on disk that are stale or cannot be read."""
     stale = []
@@ -221,6 +227,7 @@ def benchmark_rows(plan: Plan, root: Path, grid: list[dict[str, Any]]) -> list[d
             row.update({f"{prefix}_status": record.status, f"{prefix}_reason": record.reason or ""})
             row.update({name: record.values.get(name) for name in columns})
             row[f"{prefix}_measured_at"] = record.started_at
+            row[f"{prefix}_gpu"] = gpu_of(record)
             row[f"{prefix}_commit"] = record.circumstances.get("source", {}).get("commit")
             row[f"{prefix}_dirty"] = record.circumstances.get("source", {}).get("dirty")
             marks += [mark for mark in record.marks if mark not in marks]

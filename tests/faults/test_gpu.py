@@ -11,7 +11,7 @@ import pytest
 
 from harness import clocks, environment, job
 from harness.device import CpuDevice
-from harness.environment import EnvironmentFault, choose_device, find_gpu, require_gpu
+from harness.environment import EnvironmentFault, choose_device, find_gpus, require_gpu
 from harness.job import Bench, Supervision
 from harness.lock import FOLDER_VARIABLE
 from harness.monitor import GpuMonitor
@@ -63,7 +63,7 @@ def measure(path: Path, spec: dict[str, Any], fault: Callable[[], None] | None =
             latency_ms = min(bench.device.series(lambda: None, 3, cold=False).latencies_ms)
         return {"latency_ms": latency_ms, **monitor.summary()}
 
-    find_gpu.cache_clear()  # a job is a process of its own
+    find_gpus.cache_clear()  # a job is a process of its own
     with Supervision(spec, ROOT, time_limit_s=60.0, timed=True) as supervision:
         outcomes = supervision.run(range(2), work, fresh_child_each=True)
     failed = next((outcome for outcome in outcomes if outcome.status != "ok"), None)
@@ -193,11 +193,11 @@ def test_nvml_without_permission_for_the_device_is_named_as_the_reason(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with monkeypatch.context() as patch:
         patch.setattr(nvml, asked, refuse)
-        find_gpu.cache_clear()
+        find_gpus.cache_clear()
         with pytest.raises(EnvironmentFault, match="NVML does not answer: Insufficient Permissions"):
             require_gpu()
         assert nvml.opened == 0
-    find_gpu.cache_clear()
+    find_gpus.cache_clear()
     assert require_gpu().uuid == UUID
 
 
@@ -205,7 +205,7 @@ def test_without_its_package_nvml_is_said_to_be_missing(
     nvml: StandInNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    find_gpu.cache_clear()
+    find_gpus.cache_clear()
     with pytest.raises(EnvironmentFault, match="the package nvidia-ml-py is not installed"):
         require_gpu()
 
@@ -218,7 +218,7 @@ def test_auto_says_so_where_it_takes_the_cpu_beside_an_nvidia_driver(
 
     monkeypatch.setattr(nvml, "nvmlInit", refuse)
     monkeypatch.setattr(environment, "DRIVER", tmp_path / "nvidiactl")
-    find_gpu.cache_clear()
+    find_gpus.cache_clear()
     assert choose_device("auto") == "cpu"
     assert capsys.readouterr().err == ""  # a machine without a driver has nothing to say
     (tmp_path / "nvidiactl").touch()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.environment import find_gpu
+from harness.environment import find_gpus
 
 # A child forked after PyTorch started its threads could wait for them forever.
 torch.set_num_threads(1)
@@ -21,6 +21,9 @@ torch.set_num_threads(1)
 def one_thread() -> Iterator[None]:
     yield
     torch.set_num_threads(1)  # describe() takes every thread
+
+
+Handle = int | tuple[int, int]  # a GPU, or a place on a divided one
 
 
 class NVMLError(Exception):
@@ -36,6 +39,7 @@ class StandInNvml(ModuleType):
     def __init__(self, gpus: Sequence[tuple[str, str]], driver: str = "580.65.06") -> None:
         super().__init__("pynvml")
         self.gpus = list(gpus)  # (UUID, name)
+        self.slices: dict[str, list[tuple[str, str] | None]] = {}  # of a divided GPU, by its UUID
         self.driver = driver
         self.opened = 0
         self.readings: dict[str, list[Any]] = {}
@@ -52,17 +56,43 @@ class StandInNvml(ModuleType):
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
         return index
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Handle:  # noqa: N802
         for index, (known, _) in enumerate(self.gpus):
             if known == uuid:
                 return index
+            for place, one in enumerate(self.slices.get(known, [])):
+                if one is not None and one[0] == uuid:
+                    return index, place
         raise NVMLError("Not Found")
 
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return self.gpus[handle][0]
+    def _of(self, handle: Handle) -> tuple[str, str]:
+        if isinstance(handle, int):
+            return self.gpus[handle]
+        one = self.slices[self.gpus[handle[0]][0]][handle[1]]
+        if one is None:
+            raise NVMLError("Not Found")
+        return one
 
-    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
-        return self.gpus[handle][1]
+    def nvmlDeviceGetUUID(self, handle: Handle) -> str:  # noqa: N802
+        return self._of(handle)[0]
+
+    def nvmlDeviceGetName(self, handle: Handle) -> str:  # noqa: N802
+        return self._of(handle)[1]
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:  # noqa: N802
+        if not self.slices:
+            raise NVMLError("Not Supported")
+        return [int(self.gpus[handle][0] in self.slices)] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:  # noqa: N802
+        return len(self.slices[self.gpus[handle][0]])
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, place: int) -> Handle:  # noqa: N802
+        self._of((handle, place))
+        return handle, place
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: tuple[int, int]) -> int:  # noqa: N802
+        return handle[0]
 
     def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
         return self.driver
@@ -99,11 +129,11 @@ def install_nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stan
         module = StandInNvml(gpus, driver)
         monkeypatch.setitem(sys.modules, "pynvml", module)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        find_gpu.cache_clear()
+        find_gpus.cache_clear()
         return module
 
     yield install
-    find_gpu.cache_clear()
+    find_gpus.cache_clear()
 
 
 def running(pid: int) -> bool:

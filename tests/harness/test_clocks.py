@@ -445,6 +445,7 @@ def spec(**changes: Any) -> dict[str, Any]:
     return {
         "phase": "timing",
         "device": "cuda",
+        "environment": "somewhere",
         "implementation": {"name": "mine", "kernel": "naive", "options": {}},
         **changes,
     }
@@ -452,7 +453,8 @@ def spec(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.job.require_gpu", lambda: Gpu(GPU, "NVIDIA H200", "580.65.06"))
+    gpu = Gpu(GPU, "NVIDIA H200", "580.65.06", card_uuid=GPU)
+    monkeypatch.setattr("harness.job.gpus_of", lambda environment: [gpu])
 
 
 def run(spec: dict[str, Any], smi: StandIn, **fields: Any) -> tuple[Any, list[str]]:

@@ -23,6 +23,7 @@ from harness.environment import (
     describe,
     environment_key,
     find_gpu,
+    find_gpus,
     require_gpu,
     source_state,
 )
@@ -189,9 +190,54 @@ def test_the_gpu_is_the_first_that_cuda_would_see(
     assert nvml.opened == 0  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        (None, ["GPU-aaaa", "GPU-bbbb", "GPU-bbcc"]),
+        ("2,0", ["GPU-bbcc", "GPU-aaaa"]),
+        ("GPU-bbbb,0,GPU-bbbb", ["GPU-bbbb", "GPU-aaaa"]),
+        ("1,7,0", ["GPU-bbbb"]),  # CUDA reads no further than the first that there is not
+        ("GPU-a", ["GPU-aaaa"]),
+        ("GPU-bb", []),  # the beginning of two
+        ("-1", []),
+    ],
+)
+def test_all_gpus_that_cuda_would_see_are_found_in_its_order(
+    install_nvml: InstallNvml, monkeypatch: pytest.MonkeyPatch, visible: str | None, uuids: list[str]
+) -> None:
+    install_nvml(H200, T4, ("GPU-bbcc", "NVIDIA H200"))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.uuid for gpu in find_gpus()] == uuids
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        (None, ["MIG-a0", "MIG-a1", "GPU-bbbb"]),
+        ("0", ["MIG-a0", "MIG-a1"]),
+        ("GPU-aaaa", ["MIG-a0", "MIG-a1"]),
+        ("MIG-a1", ["MIG-a1"]),
+        ("MIG-a1,1", ["MIG-a1", "GPU-bbbb"]),
+        ("MIG-a", []),  # the beginning of two
+    ],
+)
+def test_a_gpu_that_is_divided_counts_as_its_slices(
+    install_nvml: InstallNvml, monkeypatch: pytest.MonkeyPatch, visible: str | None, uuids: list[str]
+) -> None:
+    nvml = install_nvml(H200, T4)
+    nvml.slices = {  # type: ignore[attr-defined]
+        "GPU-aaaa": [("MIG-a0", "NVIDIA H200 MIG 1g.18gb"), None, ("MIG-a1", "NVIDIA H200 MIG 2g.35gb")]
+    }
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.uuid for gpu in find_gpus()] == uuids
+    assert {gpu.card_uuid for gpu in find_gpus() if gpu.uuid.startswith("MIG-")} <= {"GPU-aaaa"}
+
+
 def test_a_gpu_is_told_by_its_uuid_and_driver(install_nvml: InstallNvml) -> None:
     install_nvml(T4, driver="535.1.2")
-    assert find_gpu() == environment.Gpu(uuid="GPU-bbbb", name="Tesla T4", driver="535.1.2")
+    assert find_gpu() == environment.Gpu("GPU-bbbb", "Tesla T4", "535.1.2", card_uuid="GPU-bbbb")
 
 
 def test_a_machine_without_a_gpu_is_told_so_in_one_line(install_nvml: InstallNvml) -> None:

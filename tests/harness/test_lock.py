@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.lock import FOLDER_VARIABLE, device_lock
+from harness.lock import FOLDER_VARIABLE, any_device_lock, device_lock
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -102,6 +102,26 @@ def test_a_killed_holder_leaves_the_lock_free() -> None:
             assert two.says().startswith("waiting")
             one.process.send_signal(signal.SIGKILL)
             assert two.says() == "held"
+
+
+def test_of_several_devices_the_first_that_is_free_is_held_and_where_none_is_it_waits_for_any() -> None:
+    said: list[str] = []
+    names = ["GPU-1", "GPU-2"]
+    with any_device_lock(names, waiting=said.append) as first:
+        with any_device_lock(names, waiting=said.append) as second:
+            assert (first, second, said) == ("GPU-1", "GPU-2", [])
+        with holder("GPU-2") as other:
+            assert other.says() == "held"
+
+            def free(sentence: str) -> None:
+                said.append(sentence)
+                other.release()
+
+            with any_device_lock(names, waiting=free) as third:
+                assert third == "GPU-2"
+    assert said == ["waiting: other processes are measuring on GPU-1, GPU-2"]
+    with any_device_lock(names, waiting=said.append) as again:
+        assert again == "GPU-1"
 
 
 def test_a_lock_is_free_after_its_block_raised() -> None:

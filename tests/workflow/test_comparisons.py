@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from harness.record import ERROR, OK, Record, write_record
+from harness.record import ERROR, OK, Record, read_record, write_record
 from workflow.comparisons import COMPARISON_COLUMNS, comparison_rows
 from workflow.config import load_config
 from workflow.pages import comparison_page
@@ -101,6 +101,40 @@ def test_each_cell_has_its_baseline_and_its_twin(measured: tuple[Plan, Path]) ->
         assert 0 < twin["aa_spread"] < twin["resolvable_difference"] < 0.05
     assert rows["baseline", "triton", 2048]["verdict"] == "SLOWER"
     assert rows["baseline", "triton", 2048]["ratio_low"] > 1
+
+
+def on_gpu(root: Path, path: str, uuid: str) -> None:
+    record = read_record(root / path)
+    write_record(replace(record, circumstances={"gpu": {"uuid": uuid}}), root / path)
+
+
+def test_rows_of_two_gpus_are_not_compared_and_the_reason_names_them(measured: tuple[Plan, Path]) -> None:
+    plan, root = measured
+    for name, uuid in (("sdpa", "GPU-aaaa"), ("triton", "GPU-bbbb"), ("again", "GPU-bbbb")):
+        on_gpu(root, recorded(plan, name, 2048, 0)[1], uuid)
+    rows = rows_of(plan, root)
+    row = rows["baseline", "triton", 2048]
+    assert row["verdict"] is None
+    assert row["ratio"] is None
+    assert row["reason"] == "measured on two GPUs, GPU-bbbb and GPU-aaaa, which may differ by themselves"
+    assert rows["twin", "again", 2048]["verdict"] is not None  # both of one GPU
+    assert rows["baseline", "triton", 512]["verdict"] is not None  # of which nothing is known
+
+
+def test_an_edit_is_not_told_across_two_gpus(measured: tuple[Plan, Path]) -> None:
+    plan, root = measured
+    record, path = recorded(plan, "triton", 2048, 15, factor=1.1)
+    source = {**record.spec["source"], "kernel": "0123456789abcdef"}
+    former = replace(
+        record,
+        spec={**record.spec, "source": source},
+        circumstances={"gpu": {"uuid": "GPU-aaaa"}},
+        started_at="2026-12-01T12:00:00.000000Z",
+    )
+    now = read_record(root / path)
+    write_record(former, root / path)
+    write_record(replace(now, circumstances={"gpu": {"uuid": "GPU-bbbb"}}), root / path)
+    assert rows_of(plan, root)["edit", "triton", 2048]["reason"].startswith("measured on two GPUs")
 
 
 def test_an_edit_is_told_against_what_the_kernel_was(measured: tuple[Plan, Path]) -> None:

@@ -217,6 +217,7 @@ def nvmlDeviceGetCount(): return 1
 def nvmlDeviceGetHandleByIndex(index): return index
 def nvmlDeviceGetUUID(handle): return "GPU-1"
 def nvmlDeviceGetName(handle): return NAME
+def nvmlDeviceGetMigMode(handle): return 0, 0
 def nvmlSystemGetDriverVersion(): return DRIVER
 """
 

@@ -44,16 +44,18 @@ rule measure_timing:
     conda:
         "../envs/attention.yaml"
     resources:
+        **KEPT_GPUS,
         gpu=GPUS,
         time_limit_s=TIME_LIMIT_S,
         whole_cpu=WHOLE_CPUS,
+        kept_gpu=kept_gpu,
     params:
         spec=sweep_spec(TIMING),
     message:
         "time {wildcards.implementation} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
     shell:
         "python {input.script:q} --spec {params.spec:q} --tuned {input.tuned:q} --output {output:q}"
-        " --time-limit-s {resources.time_limit_s} > {log:q} 2>&1"
+        " --time-limit-s {resources.time_limit_s} --kept-gpu {resources.kept_gpu} > {log:q} 2>&1"
 
 
 rule measure_memory:
@@ -70,13 +72,15 @@ rule measure_memory:
     conda:
         "../envs/attention.yaml"
     resources:
+        **KEPT_GPUS,
         gpu=GPUS,
         time_limit_s=TIME_LIMIT_S,
         whole_cpu=WHOLE_CPUS,
+        kept_gpu=kept_gpu,
     params:
         spec=sweep_spec(MEMORY),
     message:
         "measure memory of {wildcards.implementation} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
     shell:
         "python {input.script:q} --spec {params.spec:q} --tuned {input.tuned:q} --output {output:q}"
-        " --time-limit-s {resources.time_limit_s} > {log:q} 2>&1"
+        " --time-limit-s {resources.time_limit_s} --kept-gpu {resources.kept_gpu} > {log:q} 2>&1"

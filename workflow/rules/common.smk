@@ -4,7 +4,7 @@ import math
 
 from harness.clocks import undo_leftover_if_free
 from harness.digest import source_digest
-from harness.environment import choose_device, environment_key, find_gpu
+from harness.environment import choose_device, environment_key, find_gpus
 from harness.forkserver import ForkServer
 from harness.record import canonical_json, spec_digest
 from workflow.config import ConfigError, load_config
@@ -73,13 +73,21 @@ elif A_RUN:
     renew_environment(Path(PLAN.environment_file), CAPTURE_ENVIRONMENT)
 
 # A job that was killed may have left the GPU's clock locked; this run may have no job that would see it.
-if A_RUN and DEVICE == "cuda" and not STATED and (gpu := find_gpu()):
-    undo_leftover_if_free(gpu.uuid)
+GPUS_HERE = find_gpus() if DEVICE == "cuda" and not STATED else ()
+if A_RUN:
+    for card_uuid in {gpu.card_uuid for gpu in GPUS_HERE}:
+        undo_leftover_if_free(card_uuid)
 
 # Snakemake compares specs by its own notes in .snakemake/, which may be lost; the records tell theirs.
 STALE = stale_records(PLAN, Path.cwd()) if workflow.is_main_process else []
 
 TIME_LIMIT_S = math.ceil(CONFIG["time_limit_s"])
+# Where rows of a sweep are to keep to one GPU, the sweeps take those of this environment in turn.
+KEPT = [
+    gpu
+    for gpu in (GPUS_HERE if CONFIG["one_gpu_per_sweep"] else ())
+    if environment_key(DEVICE, gpu) == PLAN.environment
+]
 # What a measurement takes: a GPU, which a batch system is asked for, or the CPU as a whole. Checks may
 # share a CPU, but never a GPU.
 GPUS = 1 if DEVICE == "cuda" else 0
@@ -109,6 +117,26 @@ onerror:
 for resource in ("gpu", "whole_cpu"):
     if resource not in workflow.global_resources:
         workflow.register_resource(resource, 1)
+
+
+def place_of_kept_gpu(sweep):
+    """The place of the sweep's GPU among all; any GPU (-1) where its rows need not keep to one."""
+    return list(CONFIG["sweeps"]).index(sweep) if CONFIG["one_gpu_per_sweep"] else -1
+
+
+def kept_gpu(wildcards):
+    return place_of_kept_gpu(wildcards.sweep)
+
+
+def takes_kept_gpu(place):
+    """How many of the GPU at this place a job of a sweep takes: it, or none."""
+    return lambda wildcards: int(kept_gpu(wildcards) % len(KEPT) == place)
+
+
+# Jobs that would wait for each other, since they keep to one GPU, are not started side by side.
+KEPT_GPUS = {f"kept_gpu_{place}": takes_kept_gpu(place) for place in range(len(KEPT))}
+for resource in KEPT_GPUS:
+    workflow.register_resource(resource, 1)
 
 
 wildcard_constraints:

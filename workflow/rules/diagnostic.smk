@@ -24,13 +24,14 @@ rule diagnose_sdpa:
         gpu=GPUS,
         time_limit_s=TIME_LIMIT_S,
         whole_cpu=WHOLE_CPUS,
+        kept_gpu=0,
     params:
         spec=diagnostic_spec,
     message:
         "diagnose SDPA's backend {wildcards.backend}, {wildcards.priming}"
     shell:
         "python {input.script:q} --spec {params.spec:q} --output {output:q}"
-        " --time-limit-s {resources.time_limit_s} > {log:q} 2>&1"
+        " --time-limit-s {resources.time_limit_s} --kept-gpu {resources.kept_gpu} > {log:q} 2>&1"
 
 
 rule render_sdpa_diagnostic:

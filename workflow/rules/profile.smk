@@ -50,8 +50,9 @@ rule profile_statically:
         "../envs/attention.yaml"
     resources:
         # It compiles on every CPU there is, side by side: never beside a measurement.
-        gpu=1,
+        gpu=GPUS,
         time_limit_s=TIME_LIMIT_S,
+        whole_cpu=WHOLE_CPUS,
     params:
         spec=lambda wildcards: canonical_json(
             static_job(PLAN, wildcards.sweep, wildcards.tuned, wildcards.target).spec
@@ -128,8 +129,9 @@ rule read_counters:
     conda:
         "../envs/attention.yaml"
     resources:
-        gpu=1,
+        gpu=GPUS,
         time_limit_s=TIME_LIMIT_S,
+        whole_cpu=WHOLE_CPUS,
     params:
         spec=lambda wildcards: canonical_json(
             counter_job(

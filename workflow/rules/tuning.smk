@@ -16,13 +16,15 @@ rule tune:
     conda:
         "../envs/attention.yaml"
     resources:
+        **KEPT_GPUS,
         gpu=GPUS,
         time_limit_s=TIME_LIMIT_S,
         whole_cpu=WHOLE_CPUS,
+        kept_gpu=kept_gpu,
     params:
         spec=tuning_spec,
     message:
         "tune {wildcards.tuned} at seq_len {wildcards.seq_len} (sweep {wildcards.sweep})"
     shell:
         "python {input.script:q} --spec {params.spec:q} --output {output.record:q}"
-        " --winner {output.winner:q} --time-limit-s {resources.time_limit_s} > {log:q} 2>&1"
+        " --winner {output.winner:q} --time-limit-s {resources.time_limit_s} --kept-gpu {resources.kept_gpu} > {log:q} 2>&1"

@@ -64,6 +64,8 @@ def finish(outcomes: list[Outcome]) -> dict[str, object]:
     }
 
 
-with Supervision(spec, ROOT, time_limit_s=arguments.time_limit_s, timed=True) as job:
+with Supervision(
+    spec, ROOT, time_limit_s=arguments.time_limit_s, timed=True, kept_gpu=arguments.kept_gpu
+) as job:
     outcomes = job.run(range(spec["processes"]), work, fresh_child_each=True)
 write_record(job.record(**finish(outcomes)), arguments.output)

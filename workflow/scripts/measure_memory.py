@@ -33,7 +33,12 @@ def finish(outcomes: list[Outcome]) -> dict[str, object]:
 
 
 with Supervision(
-    arguments.spec, ROOT, time_limit_s=arguments.time_limit_s, timed=True, options=arguments.options
+    arguments.spec,
+    ROOT,
+    time_limit_s=arguments.time_limit_s,
+    timed=True,
+    options=arguments.options,
+    kept_gpu=arguments.kept_gpu,
 ) as job:
     outcomes = job.run([problem], work)
 write_record(job.record(**finish(outcomes)), arguments.output)

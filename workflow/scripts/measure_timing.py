@@ -63,7 +63,12 @@ def finish(outcomes: list[Outcome], job: Supervision) -> dict[str, object]:
 
 
 with Supervision(
-    spec, ROOT, time_limit_s=arguments.time_limit_s, timed=True, options=arguments.options
+    spec,
+    ROOT,
+    time_limit_s=arguments.time_limit_s,
+    timed=True,
+    options=arguments.options,
+    kept_gpu=arguments.kept_gpu,
 ) as job:
     outcomes = job.run([0], work)
     # A number that means nothing, or that there is not, is not had more often.

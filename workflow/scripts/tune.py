@@ -56,7 +56,9 @@ def time(bench: Bench, contenders: list[Options], report_step: ReportStep) -> di
     }
 
 
-with Supervision(spec, ROOT, time_limit_s=arguments.time_limit_s, timed=True) as job:
+with Supervision(
+    spec, ROOT, time_limit_s=arguments.time_limit_s, timed=True, kept_gpu=arguments.kept_gpu
+) as job:
     (offered,) = job.run([problem], offer)
     candidates: list[Options] = offered.result.get("candidates", [])
     job.run_without_device(candidates, compile_one)  # what fails here fails again in its check, and says so
