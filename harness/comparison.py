@@ -306,6 +306,23 @@ def before_edit(current: Record, path: Path) -> Record | None:
     return None
 
 
+def measured_again(current: Record, path: Path) -> list[Record]:
+    """All measurements with a number of what the record of `path` measured, by the same spec and options.
+
+    They come from the history of `path`, the oldest first; the current one is among them.
+    """
+    found = []
+    for copied in sorted(history_folder(path).glob("*.json")):  # named by their time
+        try:
+            record = read_record(copied)
+        except RecordError:  # of another schema version, or damaged: nothing to compare with
+            continue
+        same = record.spec == current.spec and record.values.get("options") == current.values.get("options")
+        if record.status == OK and same:
+            found.append(record)
+    return found
+
+
 def _differ_by_edit(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two specs have different digests of the kernel's source, and all else alike."""
     (digest, rest), (other_digest, other_rest) = _apart(one), _apart(other)

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.comparison import Comparison, Measured, Ratio, Twins, before_edit, compare, edit_effect
+from harness.comparison import (
+    Comparison,
+    Measured,
+    Ratio,
+    Twins,
+    before_edit,
+    compare,
+    edit_effect,
+    measured_again,
+)
 from harness.record import OK, Record
 from workflow.plan import TIMING, Plan
 from workflow.tables import gpu_of, held_against, load, load_measurement
@@ -14,6 +23,7 @@ from workflow.tables import gpu_of, held_against, load, load_measurement
 BASELINE = "baseline"
 TWIN = "twin"
 EDIT = "edit"
+GPU = "gpu"
 COMPARISON_COLUMNS = (
     "environment",
     "sweep",
@@ -33,14 +43,17 @@ COMPARISON_COLUMNS = (
     "resolvable_difference",
     "before_measured_at",
     "before_commit",
+    "gpu",
+    "against_gpu",
 )
 
 
 def comparison_rows(plan: Plan, root: Path) -> list[dict[str, Any]]:
     """A row for each comparison of the run, by sweep and length.
 
-    `kind` says against what: the configuration's `baseline`, the first name of an A/A test (`twin`), or the
-    last measurement of another source of the same kernel (`edit`). Ratios are latencies over latencies.
+    `kind` says against what: the configuration's `baseline`, the first name of an A/A test (`twin`), the
+    last measurement of another source of the same kernel (`edit`), or the same on another GPU (`gpu`). Ratios
+    are latencies over latencies.
     """
     roofline = load(plan.roofline_job(), root)
     rows = []
@@ -72,15 +85,33 @@ def _of_a_cell(plan: Plan, cell: dict[str, tuple[Record, Path]]) -> Iterator[dic
             row = _row(EDIT, name, name, _of_two_gpus(before, record) or edit_effect(before, record, twins))
             source = before.circumstances.get("source", {})
             yield {**row, "before_measured_at": before.started_at, "before_commit": source.get("commit")}
+        for uuid, other in _on_other_gpus(plan, cell, name).items():
+            row = _row(GPU, name, name, compare(Measured.of(record), Measured.of(other), twins))
+            yield {**row, "gpu": gpu_of(record), "against_gpu": uuid}
+
+
+def _on_other_gpus(plan: Plan, cell: dict[str, tuple[Record, Path]], name: str) -> dict[str, Record]:
+    """The newest measurement of the same thing on each GPU but the row's own, by the GPU's UUID.
+
+    It is a former one of the same spec, or that of an A/A test's other name.
+    """
+    record, path = cell[name]
+    if gpu_of(record) is None or _unusable(record) is not None:
+        return {}
+    others = [other for twin, (other, _) in cell.items() if plan.twin_of(twin) == name != twin]
+    usable = [other for other in others if _unusable(other) is None]
+    found = [*measured_again(record, path), *usable]
+    by_gpu = {gpu_of(one): one for one in sorted(found, key=lambda one: one.started_at)}
+    return {uuid: one for uuid, one in by_gpu.items() if uuid not in (None, gpu_of(record))}
 
 
 def _twins(plan: Plan, cell: dict[str, tuple[Record, Path]]) -> Twins | None:
-    """The samples of the cell's first A/A test whose two sides have a number."""
+    """The samples of the cell's first A/A test whose two sides have a number, and are of one GPU."""
     for name, (record, _) in cell.items():
         first = plan.twin_of(name)
         if first != name and first in cell:
             sides = (cell[first][0], record)
-            if all(_unusable(side) is None for side in sides):
+            if all(_unusable(side) is None for side in sides) and _of_two_gpus(*sides) is None:
                 return Measured.of(sides[0]), Measured.of(sides[1])
     return None
 

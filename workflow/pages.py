@@ -15,6 +15,7 @@ import pandas as pd
 
 from harness.comparison import CONFIDENCE
 from harness.record import MARKS, OK
+from workflow.comparisons import GPU
 from workflow.render import GIB, problem_line
 from workflow.tables import one_line
 
@@ -206,7 +207,8 @@ def cells_page(grid: pd.DataFrame) -> str:
 
 
 def latency_page(rows: pd.DataFrame) -> str:
-    """One sweep's latencies, each with its interval, its status and its marks."""
+    """One sweep's latencies, each with its interval, its status, its marks, and its GPU where they differ."""
+    several = "latency_gpu" in rows and rows["latency_gpu"].nunique() > 1
     table = [
         {
             "seq_len": Number(row["seq_len"], ".0f"),
@@ -219,6 +221,7 @@ def latency_page(rows: pd.DataFrame) -> str:
             "host time a call (µs)": Number(row["host_time_us"], ".3g"),
             "TFLOP/s": Number(row["teraflops_per_second"], ".3g"),
             "samples": Number(row["sample_count"], ".0f"),
+            **({"GPU": _text(row["latency_gpu"])} if several else {}),
             **_why(row, "latency"),
         }
         for row in rows.to_dict("records")
@@ -253,7 +256,7 @@ def comparison_page(rows: pd.DataFrame) -> str:
             "seq_len": Number(row["seq_len"], ".0f"),
             "kind": str(row["kind"]),
             "implementation": str(row["implementation"]),
-            "against": str(row["against"]),
+            "against": str(row["against"]) + (f" on {row['against_gpu']}" if row["kind"] == GPU else ""),
             "ratio": Number(row["ratio"]),
             "interval from": Number(row["ratio_low"]),
             "to": Number(row["ratio_high"]),

@@ -15,6 +15,7 @@ import pandas as pd
 
 from harness.record import MARKS, OK
 from workflow.comparisons import COMPARISON_COLUMNS
+from workflow.gpus import gpu_section
 from workflow.render import GIB, environment_line, first_names, grid_table, legend, problem_line, sweep_table
 from workflow.tables import markdown, table_text
 from workflow.verdicts import verdict_lines, verdict_section
@@ -69,6 +70,7 @@ def report_page(
                 image(f"{sweep}_memory", f"peak memory against sequence length, sweep {sweep}", figures),
                 bullets(memory_story(first_names(rows))),
             ]
+    parts += gpu_section(benchmark, comparison)
     if not benchmark.empty:
         parts += ["## What could not be measured, and why", empty_cells(benchmark)]
     parts += [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 from harness.record import ERROR, OK, Record, read_record, write_record
 from workflow.comparisons import COMPARISON_COLUMNS, comparison_rows
 from workflow.config import load_config
+from workflow.gpus import gpu_section
 from workflow.pages import comparison_page
 from workflow.plan import TIMING, Plan
+from workflow.tables import benchmark_rows
 from workflow.verdicts import verdict_lines, verdict_section
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +122,58 @@ def test_rows_of_two_gpus_are_not_compared_and_the_reason_names_them(measured: t
     assert row["reason"] == "measured on two GPUs, GPU-bbbb and GPU-aaaa, which may differ by themselves"
     assert rows["twin", "again", 2048]["verdict"] is not None  # both of one GPU
     assert rows["baseline", "triton", 512]["verdict"] is not None  # of which nothing is known
+
+
+def test_the_same_thing_on_two_gpus_tells_whether_they_agree(measured: tuple[Plan, Path]) -> None:
+    """One that was measured again on another card, and an A/A test whose two sides are on two cards."""
+    plan, root = measured
+    for seq_len in (512, 2048):
+        for name in ("sdpa", "triton", "again"):
+            # At 512 the A/A test lies on two cards.
+            uuid = "GPU-bbbb" if (name, seq_len) == ("again", 512) else "GPU-aaaa"
+            on_gpu(root, recorded(plan, name, seq_len, 0)[1], uuid)
+    slower, path = recorded(plan, "sdpa", 2048, 15, factor=1.2)
+    elsewhere = replace(
+        slower, circumstances={"gpu": {"uuid": "GPU-bbbb"}}, started_at="2026-12-01T12:00:00.000000Z"
+    )
+    now = (root / path).read_bytes()
+    write_record(elsewhere, root / path)
+    (root / path).write_bytes(now)  # what was measured on the other card is in the history
+
+    rows = rows_of(plan, root)
+    assert {key for key in rows if key[0] == "gpu"} == {("gpu", "sdpa", 2048), ("gpu", "triton", 512)}
+    row = rows["gpu", "sdpa", 2048]
+    assert (row["gpu"], row["against_gpu"]) == ("GPU-aaaa", "GPU-bbbb")
+    assert row["ratio"] == pytest.approx(1 / 1.2, rel=0.02)
+    assert row["verdict"] == "FASTER"
+    # Two cards are no A/A test, so this one has its ratio and no verdict that would rest on one.
+    assert rows["gpu", "triton", 512]["ratio"] == pytest.approx(1, rel=0.05)
+    assert rows["gpu", "triton", 512]["verdict"] == "UNCLEAR"
+    assert "no A/A twins" in rows["gpu", "triton", 512]["reason"]
+    assert rows["baseline", "triton", 512]["verdict"] == "UNCLEAR"
+    assert rows["baseline", "triton", 2048]["verdict"] == "SLOWER"
+
+    benchmark = pd.DataFrame(benchmark_rows(plan, root, []))
+    text = "\n\n".join(gpu_section(benchmark, frame(plan, root)))
+    assert text.startswith("## Do the GPUs agree?")
+    lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| GPU")}
+    assert set(lines) >= {"GPU-aaaa", "GPU-bbbb"}
+    assert "2 comparisons: the 99 % interval excludes 1 in 1 of them" in text
+    assert "beyond what one GPU gives when it measures twice (A/A) in 1." in text
+    assert re.search(
+        r"The ratio furthest from 1 is 0\.8\d\d, of sdpa at seq_len 2048 \(sweep article\)\.", text
+    )
+    assert "sdpa on GPU-bbbb" in comparison_page(frame(plan, root))
+
+
+def test_one_gpu_needs_no_section_and_two_that_share_nothing_cannot_tell(measured: tuple[Plan, Path]) -> None:
+    plan, root = measured
+    for name in ("sdpa", "triton", "again"):
+        on_gpu(root, recorded(plan, name, 2048, 0)[1], "GPU-aaaa")
+    assert gpu_section(pd.DataFrame(benchmark_rows(plan, root, [])), frame(plan, root)) == []
+    on_gpu(root, recorded(plan, "sdpa", 512, 0)[1], "GPU-bbbb")
+    text = "\n\n".join(gpu_section(pd.DataFrame(benchmark_rows(plan, root, [])), frame(plan, root)))
+    assert "Nothing was measured on more than one of them" in text
 
 
 def test_an_edit_is_not_told_across_two_gpus(measured: tuple[Plan, Path]) -> None:
