@@ -31,6 +31,7 @@ FAULTS = (WRONG, ERROR, TIMEOUT)
 # True things about an `ok` number, and what each tells the reader.
 MARKS = {
     "interpreted": "a Triton kernel run by Triton's interpreter on the CPU: not comparable with native times",
+    "not_attention": "a floor, which computes less than attention on purpose: what no kernel can beat",
     "grid_failed": "this implementation failed cells of the correctness grid",
     "grid_incomplete": "the correctness grid of this implementation has cells that were not judged",
     "stale": "measured from another spec (code, configuration or environment) than today's",

@@ -53,6 +53,7 @@ class TimedProcess:
     host_us: list[float]
     sm_clock_mhz: list[float]
     interpreted: bool
+    is_attention: bool
     steady: bool
     drifting: bool
     warm_up_s: float
@@ -122,6 +123,7 @@ def time_attention(
         host_us=warm.host_us,
         sm_clock_mhz=cold.sm_clocks_mhz,
         interpreted=interpreted,
+        is_attention=kernel.is_attention,
         steady=steady,
         drifting=_drifting(cold.latencies_ms, device.trend_tolerance),
         warm_up_s=warm_up_s,
@@ -206,6 +208,7 @@ def timing_values(processes: list[TimedProcess], problem: Problem) -> dict[str, 
         "host_time_us": summarize(host).median if host else None,
         "teraflops_per_second": problem.flop_count / cold.median / 1e9,
         "flop_count": problem.flop_count,
+        "key_value_bytes_per_second": problem.key_value_bytes / cold.median * 1e3,
         "sample_count": samples.count,
         "process_count": len(processes),
         "outlier_count_mild": sum(found.mild for found in outliers),
@@ -256,6 +259,8 @@ def timing_marks(processes: list[TimedProcess], values: dict[str, Any]) -> list[
     marks = []
     if any(process.interpreted for process in processes):
         marks.append("interpreted")
+    if any(not process.is_attention for process in processes):
+        marks.append("not_attention")
     if any(not process.steady or process.drifting for process in processes):
         marks.append("not_steady")
     if len(processes) == 1:

@@ -21,10 +21,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from harness.digest import defines_function
+from harness.problem import ATTENTION, DECODE, WORKLOADS
+
 SCHEMA_FILE = Path(__file__).parent / "schemas" / "config.schema.yaml"
 
-# Parameters of every kernel's `attention` that the harness passes, which are therefore no options.
-HARNESS_PARAMETERS = ("causal", "scale")
+# These parameters of a kernel's functions are passed by the harness, and are therefore no options.
+HARNESS_PARAMETERS = ("causal", "scale", "seq_lens", "block_table")
+# Keys of a sweep that only its workload has, and what they are where they are left out.
+DECODE_KEYS = {"queries": 1, "lengths": "equal", "page_size": 0}
 
 LARGEST_NUMBER = sys.float_info.max
 
@@ -94,12 +99,15 @@ def load_config(raw: Mapping[str, Any], kernels_folder: Path) -> dict[str, Any]:
     _check_baseline(config, faults)
     _check_warm_up(config, faults)
     _check_sweeps(config, faults)
+    _check_workloads(config, kernels_folder, faults)
     _check_tolerances(config, faults)
     if faults.lines:
         raise faults.error(raw)
     for sweep in config["sweeps"].values():
         sweep.setdefault("kv_heads", sweep["heads"])
-        sweep.setdefault("implementations", list(config["implementations"]))
+        sweep.setdefault("implementations", _answering(config, sweep["workload"], kernels_folder))
+        if sweep["workload"] == DECODE:
+            sweep["causal"] = True
     return config
 
 
@@ -299,6 +307,44 @@ def _check_environment(config: dict[str, Any], faults: _Faults) -> None:
         faults.add(("device",), problem, "auto")
 
 
+def _answering(config: dict[str, Any], workload: str, folder: Path) -> list[str]:
+    """The implementations whose kernel answers the workload."""
+    return [
+        name
+        for name, implementation in config["implementations"].items()
+        if defines_function(folder / f"{implementation['kernel']}.py", workload)
+    ]
+
+
+def _check_workloads(config: dict[str, Any], folder: Path, faults: _Faults) -> None:
+    """Faults of keys that a sweep's workload has not, or needs, and of implementations that lack it."""
+    for name, sweep in _entries(config, "sweeps", faults):
+        keys = ("sweeps", name)
+        if not (faults.sound(*keys) and faults.sound(*keys, "workload")):
+            continue
+        workload = sweep["workload"]
+        if workload == ATTENTION:
+            if "causal" not in sweep:
+                faults.add((*keys, "causal"), "missing; must be true or false")
+            for key, default in DECODE_KEYS.items():
+                if faults.sound(*keys, key) and sweep[key] != default:
+                    faults.add((*keys, key), "is for the workload decode", sweep[key])
+        elif "causal" in sweep:
+            problem = "leave it out: decode's mask is always causal, aligned to the bottom right"
+            faults.add((*keys, "causal"), problem, sweep["causal"])
+        if faults.lines:  # the kernels' source may be what is at fault
+            continue
+        answering = _answering(config, workload, folder)
+        if not answering:
+            problem = f"no kernel of the implementations defines {workload}()"
+            faults.add((*keys, "workload"), problem, workload)
+        for index, implementation in enumerate(sweep.get("implementations", [])):
+            if implementation not in answering:
+                kernel = config["implementations"][implementation]["kernel"]
+                problem = f"cannot take part: kernels/{kernel}.py defines no {workload}()"
+                faults.add((*keys, "implementations", index), problem, implementation)
+
+
 def _check_baseline(config: dict[str, Any], faults: _Faults) -> None:
     if not (faults.sound("baseline") and faults.sound("implementations")):
         return
@@ -313,9 +359,16 @@ def _check_tolerances(config: dict[str, Any], faults: _Faults) -> None:
     if not faults.sound(*keys):
         return
     users: dict[str, list[str]] = {}
-    dtypes: Keys = ("correctness", "dtypes")
-    if faults.sound(*dtypes):
-        for index, dtype in enumerate(config["correctness"]["dtypes"]):
+    decodes = any(
+        faults.sound("sweeps", name) and sweep["workload"] == DECODE
+        for name, sweep in _entries(config, "sweeps", faults)
+    )
+    for grid in (("correctness",), ("correctness", DECODE)):
+        dtypes: Keys = (*grid, "dtypes")
+        if not faults.sound(*dtypes) or (len(grid) == 2 and not decodes):
+            continue
+        settings = config["correctness"] if len(grid) == 1 else config["correctness"][DECODE]
+        for index, dtype in enumerate(settings["dtypes"]):
             if faults.sound(*dtypes, index):
                 users.setdefault(dtype, []).append(_dotted(dtypes))
     for name, sweep in _entries(config, "sweeps", faults):
@@ -331,18 +384,18 @@ def _check_tolerances(config: dict[str, Any], faults: _Faults) -> None:
 
 @dataclass(frozen=True)
 class _Option:
-    """A keyword-only parameter of `attention`: the values and types it takes, None if not known."""
+    """A keyword-only parameter of a kernel's function: the values and types it takes, None if not known."""
 
     alternatives: list[Any] | None
     required: bool
 
 
 class _SourceError(Exception):
-    """A kernel's source that is not there, does not parse, or defines no `attention`."""
+    """A kernel's source that is not there, does not parse, or answers no workload."""
 
 
 def available_kernels(folder: Path) -> list[str]:
-    """The kernels of a folder: its files, but for those named `_*`, that define `attention`."""
+    """The kernels of a folder: its files, but for those named `_*`, that answer a workload."""
     kernels = []
     for path in sorted(folder.glob("[!_]*.py")):
         try:
@@ -415,9 +468,11 @@ def _options(path: Path) -> dict[str, _Option]:
         raise _SourceError(f"there is no {place}") from None
     except (OSError, SyntaxError, ValueError) as fault:
         raise _SourceError(f"{place} is not readable as Python ({_first_line(fault)})") from fault
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "attention"]
+    functions = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in WORKLOADS
+    }
     if not functions:
-        raise _SourceError(f"{place} defines no function attention at top level")
+        raise _SourceError(f"{place} defines no function {' or '.join(WORKLOADS)} at top level")
     names = {
         target.id: node.value
         for node in tree.body
@@ -425,10 +480,10 @@ def _options(path: Path) -> dict[str, _Option]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    parameters = functions[-1].args
     return {
         parameter.arg: _Option(_alternatives(parameter.annotation, names), required=default is None)
-        for parameter, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
+        for function in functions.values()
+        for parameter, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
         if parameter.arg not in HARNESS_PARAMETERS
     }
 

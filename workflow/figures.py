@@ -20,8 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from harness.problem import ATTENTION, DECODE
 from harness.record import MARKS, OK
-from workflow.render import GIB, problem_line
+from workflow.render import GIB, prefill_cells, problem_line, rate_of, workload_of
 from workflow.tables import one_line
 
 LATENCY = "latency"
@@ -37,11 +38,11 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (1.2, 
 INK, FAINT, RULE = "#222222", "#666666", "#dddddd"
 # Marks that say something about time only; on a figure of memory they would mislead.
 # All but those that are about the kernel or the record concern latencies alone.
-MARKS_OF_TIME = tuple(
-    mark for mark in MARKS if mark not in ("interpreted", "stale", "grid_failed", "grid_incomplete")
-)
+MARKS_OF_MORE = ("interpreted", "not_attention", "stale", "grid_failed", "grid_incomplete")
+MARKS_OF_TIME = tuple(mark for mark in MARKS if mark not in MARKS_OF_MORE)
 # Shown by a hollow marker and in the label, so it needs no lane.
 INTERPRETED = "interpreted"
+LENGTH_WORDS = {ATTENTION: "sequence length", DECODE: "context length"}
 LINEAR_UP_TO = 100  # largest over smallest value up to which a linear axis from 0 shows both
 
 SMALL, NORMAL, LARGE = 7.5, 9.0, 12.0
@@ -145,22 +146,43 @@ def sweep_figure(benchmark: pd.DataFrame, grid: pd.DataFrame, sweep: str, quanti
     styles = styles_of(grid, benchmark)
     series = [_series(rows, name, styles[name], quantity) for name in dict.fromkeys(rows["implementation"])]
     lanes = _empty_lanes(rows, quantity) + _zero_lanes(rows, quantity) + _mark_lanes(rows, quantity, styles)
-    titles = {
-        LATENCY: "Latency against sequence length",
-        THROUGHPUT: "Throughput against sequence length",
-        MEMORY: "Peak memory against sequence length",
-    }
+    length = LENGTH_WORDS[workload_of(rows)]
+    subject = {LATENCY: "Latency", THROUGHPUT: "Throughput", MEMORY: "Peak memory"}[quantity]
+    title = f"{subject} against {length}, sweep {sweep}"
     with mpl.rc_context(SETTINGS):
         figure = _sweep_figure(
-            f"{titles[quantity]}, sweep {sweep}",
+            title,
             problem_line(rows),
             sorted(set(rows["seq_len"])),
             [one for one in series if one.values],
             lanes,
-            quantity,
+            _Quantity(quantity, length, rate_of(rows).unit, _bandwidth(rows, quantity)),
             _footnotes(rows, quantity, series),
         )
-        return _svg(figure, f"{titles[quantity]}, sweep {sweep}")
+        return _svg(figure, title)
+
+
+@dataclass(frozen=True)
+class _Quantity:
+    """What a sweep's figure shows; `bandwidth` is the measured one, in `rate_unit`, where that bounds it."""
+
+    name: str
+    length: str
+    rate_unit: str
+    bandwidth: float | None
+
+    @property
+    def unit(self) -> str:
+        return {LATENCY: "ms", THROUGHPUT: self.rate_unit, MEMORY: "GiB"}[self.name]
+
+
+def _bandwidth(rows: pd.DataFrame, quantity: str) -> float | None:
+    """TB/s that reading reached in the run, for a figure of decode's throughput."""
+    if quantity != THROUGHPUT or workload_of(rows) != DECODE:
+        return None
+    merit = rate_of(rows)
+    found = (rows[merit.column] / merit.divisor / rows["share_of_read_bandwidth"]).dropna()
+    return float(found.iloc[0]) if len(found) else None
 
 
 def _series(rows: pd.DataFrame, name: str, style: Style, quantity: str) -> Series:
@@ -186,7 +208,8 @@ def _series(rows: pd.DataFrame, name: str, style: Style, quantity: str) -> Serie
     lows, highs = mine["latency_low_ms"], mine["latency_high_ms"]
     if quantity == THROUGHPUT:
         # The operations are fixed: the interval of the rate is that of the latency, turned over.
-        rate = mine["teraflops_per_second"]
+        merit = rate_of(rows)
+        rate = mine[merit.column] / merit.divisor
         values, lows, highs = rate, rate * values / highs, rate * values / lows
     return Series(
         name,
@@ -284,15 +307,14 @@ def _sweep_figure(
     seq_lens: list[int],
     series: list[Series],
     lanes: list[Lane],
-    quantity: str,
+    quantity: _Quantity,
     footnotes: list[str],
 ) -> Figure:
-    units = {LATENCY: "ms", THROUGHPUT: "TFLOP/s", MEMORY: "GiB"}
     labels = [
         Label(
             one.seq_lens[-1],
             one.values[-1],
-            [_last_value(one, units[quantity], seq_lens[-1]), *one.notes],
+            [_last_value(one, quantity.unit, seq_lens[-1]), *one.notes],
             one.style,
             one.hollow[-1],
         )
@@ -318,7 +340,7 @@ def _sweep_figure(
     figure.text(
         (left + panel_width / 2) / width,
         (bottom - 0.45) / height,
-        "sequence length (tokens)",
+        f"{quantity.length} (tokens)",
         ha="center",
         va="center",
     )
@@ -362,13 +384,13 @@ def _x_axis(axes: Axes, seq_lens: list[int], width: float) -> None:
     axes.set_xticks(seq_lens, texts)
 
 
-def _y_axis(axes: Axes, series: Sequence[Series], quantity: str) -> None:
+def _y_axis(axes: Axes, series: Sequence[Series], quantity: _Quantity) -> None:
     names = {
         LATENCY: "latency (ms) – lower is better",
-        THROUGHPUT: "throughput (TFLOP/s) – higher is better",
+        THROUGHPUT: f"throughput ({quantity.rate_unit}) – higher is better",
         MEMORY: "peak memory (GiB) – lower is better",
     }
-    axes.set_ylabel(names[quantity])
+    axes.set_ylabel(names[quantity.name])
     values = [
         value
         for one in series
@@ -380,8 +402,21 @@ def _y_axis(axes: Axes, series: Sequence[Series], quantity: str) -> None:
         axes.set_yticks([])
         axes.text(0.5, 0.5, "no number to draw", transform=axes.transAxes, ha="center", color=FAINT)
         return
+    if quantity.bandwidth is not None:
+        values.append(quantity.bandwidth)
+        axes.axhline(quantity.bandwidth, color=FAINT, linestyle=(0, (4, 2)), lw=0.9, zorder=2)
+        axes.annotate(
+            f"bandwidth of reading, measured: {quantity.bandwidth:.3g} {quantity.rate_unit}",
+            (0.01, quantity.bandwidth),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            size=SMALL,
+            color=FAINT,
+            va="bottom",
+        )
     smallest, largest = min(values), max(values)
-    if quantity == THROUGHPUT and largest / smallest <= LINEAR_UP_TO:
+    if quantity.name == THROUGHPUT and largest / smallest <= LINEAR_UP_TO:
         axes.set_ylim(0, largest * 1.08)
         return
     axes.set_yscale("log")
@@ -555,6 +590,8 @@ def spread(wanted: Sequence[float], heights: Sequence[float], floor: float = -ma
 
 def error_figure(grid: pd.DataFrame) -> str:
     """Maximum error against seq_len, a panel for each mask, head_dim and dtype, as SVG text."""
+    if len(prefill := prefill_cells(grid)):
+        grid = prefill
     styles = styles_of(grid)
     rows = [
         (head_dim, causal)
@@ -564,11 +601,15 @@ def error_figure(grid: pd.DataFrame) -> str:
     dtypes = list(dict.fromkeys(grid["dtype"]))
     with mpl.rc_context(SETTINGS):
         figure = _error_figure(grid, rows, dtypes, styles)
-        return _svg(figure, "Maximum error against sequence length")
+        return _svg(figure, f"Maximum error against {LENGTH_WORDS[workload_of(grid)]}")
 
 
 def row_zero_note(grid: pd.DataFrame) -> str:
-    """Where the causal errors lie, held against the article, which puts them down to row 0."""
+    """Where the causal errors lie, held against the article, which puts them down to row 0.
+
+    Nothing for decode, whose first query sees almost all keys.
+    """
+    grid = prefill_cells(grid)
     chosen = (grid["status"] == OK) & (grid["max_abs_error"] > 0) & grid["causal"].astype(bool)
     rows = grid.loc[chosen, "error_row"].astype(int)
     if rows.empty:
@@ -613,7 +654,7 @@ def _error_figure(
     figure.text(
         0.12 / width,
         1 - 0.22 / height,
-        "Maximum error against sequence length",
+        f"Maximum error against {LENGTH_WORDS[workload_of(grid)]}",
         size=LARGE,
         weight="bold",
         va="center",
@@ -642,7 +683,7 @@ def _error_figure(
         figure.text(
             (column * index + left + panel_width / 2) / width,
             (upper - 0.05) / height,
-            "sequence length (tokens)",
+            f"{LENGTH_WORDS[workload_of(grid)]} (tokens)",
             ha="center",
             va="center",
         )

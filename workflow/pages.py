@@ -14,9 +14,10 @@ from typing import Any
 import pandas as pd
 
 from harness.comparison import CONFIDENCE
+from harness.problem import ATTENTION, DECODE
 from harness.record import MARKS, OK
 from workflow.comparisons import GPU
-from workflow.render import GIB, problem_line
+from workflow.render import GIB, by_workload, problem_line, rate_of, workload_of
 from workflow.tables import one_line
 
 STYLE = """
@@ -156,10 +157,15 @@ class Number(float):
 def correctness_page(grid: pd.DataFrame) -> str:
     """How many cells of the grid each implementation gets right, and its largest errors."""
     rows, faults = [], []
-    for name, cells in [] if grid.empty else grid.groupby("implementation", sort=False):
+    for workload, name, cells in [
+        (workload, name, cells)
+        for workload, part in by_workload(grid)
+        for name, cells in ([] if part.empty else part.groupby("implementation", sort=False))
+    ]:
         right = int((cells["status"] == OK).sum())
         others = cells.loc[cells["status"] != OK, "status"].value_counts()
         row: dict[str, Any] = {
+            "workload": workload,
             "implementation": str(name),
             "cells": Number(len(cells), ".0f"),
             "right": Number(right, ".0f"),
@@ -185,7 +191,11 @@ def cells_page(grid: pd.DataFrame) -> str:
         {
             "implementation": str(row["implementation"]),
             "dtype": str(row["dtype"]),
+            "workload": str(row.get("workload", ATTENTION)),
             "mask": "causal" if row["causal"] else "none",
+            "queries": Number(row.get("queries", math.nan), ".0f"),
+            "lengths": _text(row.get("lengths")),
+            "page_size": Number(row.get("page_size", math.nan), ".0f"),
             "head_dim": Number(row["head_dim"], ".0f"),
             "batch": Number(row["batch"], ".0f"),
             "seq_len": Number(row["seq_len"], ".0f"),
@@ -208,6 +218,7 @@ def cells_page(grid: pd.DataFrame) -> str:
 
 def latency_page(rows: pd.DataFrame) -> str:
     """One sweep's latencies, each with its interval, its status, its marks, and its GPU where they differ."""
+    rate, decode = rate_of(rows), workload_of(rows) == DECODE
     several = "latency_gpu" in rows and rows["latency_gpu"].nunique() > 1
     table = [
         {
@@ -219,7 +230,9 @@ def latency_page(rows: pd.DataFrame) -> str:
             "to": Number(row["latency_high_ms"]),
             "warm cache (ms)": Number(row["warm_latency_ms"]),
             "host time a call (µs)": Number(row["host_time_us"], ".3g"),
-            "TFLOP/s": Number(row["teraflops_per_second"], ".3g"),
+            rate.unit: Number(row[rate.column] / rate.divisor, ".3g"),
+            **({"replayed by a graph (ms)": Number(row["graph_latency_ms"])} if decode else {}),
+            **({"share of read bandwidth": Number(row["share_of_read_bandwidth"], ".3g")} if decode else {}),
             "samples": Number(row["sample_count"], ".0f"),
             **({"GPU": _text(row["latency_gpu"])} if several else {}),
             **_why(row, "latency"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.digest import defines_function, source_digest
-from harness.problem import Problem
+from harness.problem import ATTENTION, DECODE, WORKLOADS, Problem
 from harness.record import spec_digest
 
 CORRECTNESS = "correctness"
@@ -86,14 +86,19 @@ class Plan:
     def at_seq_len(self, seq_len: int) -> Plan:
         """The part of this plan that is about one length."""
         config = copy.deepcopy(self.config)
-        grid = config["correctness"]["seq_lens"]
-        grid[self.device] = [n for n in grid[self.device] if n == seq_len]
-        for sweep in config["sweeps"].values():
-            sweep["seq_lens"][self.device] = [n for n in sweep["seq_lens"][self.device] if n == seq_len]
+        grid = config["correctness"]
+        for part in (grid, grid["decode"], *config["sweeps"].values()):
+            part["seq_lens"][self.device] = [n for n in part["seq_lens"][self.device] if n == seq_len]
         return replace(self, config=config)
 
-    def grid_seq_lens(self) -> list[int]:
-        seq_lens: list[int] = self.config["correctness"]["seq_lens"][self.device]
+    def workloads(self) -> list[str]:
+        """The workloads that a sweep has: each has its own grid."""
+        asked = {sweep["workload"] for sweep in self.config["sweeps"].values()}
+        return [workload for workload in WORKLOADS if workload in asked]
+
+    def grid_seq_lens(self, workload: str) -> list[int]:
+        grid = self.config["correctness"]
+        seq_lens: list[int] = (grid if workload == ATTENTION else grid[workload])["seq_lens"][self.device]
         return seq_lens
 
     def seq_lens(self, sweep: str) -> list[int]:
@@ -116,7 +121,13 @@ class Plan:
 
     def jobs(self) -> list[Job]:
         """Every job of the run that makes a record."""
-        jobs = [self.grid_job(name, n) for name in self.checked() for n in self.grid_seq_lens()]
+        jobs = [
+            self.grid_job(workload, name, n)
+            for workload in self.workloads()
+            for name in self.checked()
+            if self.answers(name, workload)
+            for n in self.grid_seq_lens(workload)
+        ]
         tuned = {
             (sweep, self.tuned_name(implementation), seq_len): None
             for sweep, seq_len, implementation in self.cells()
@@ -133,17 +144,26 @@ class Plan:
             jobs.append(self.roofline_job())
         return jobs
 
+    def answers(self, implementation: str, workload: str) -> bool:
+        """Whether the implementation's kernel has the function of a workload."""
+        kernel = self.config["implementations"][implementation]["kernel"]
+        return kernel in self._kernels_that_define[workload]
+
     def tunes(self, implementation: str) -> bool:
         """Whether there is something to tune: on a GPU, for a kernel that offers candidates."""
         kernel = self.config["implementations"][implementation]["kernel"]
-        return self.device == "cuda" and kernel in self._kernels_with_candidates
+        return self.device == "cuda" and kernel in self._kernels_that_define["candidates"]
 
     @cached_property
-    def _kernels_with_candidates(self) -> set[str]:
+    def _kernels_that_define(self) -> dict[str, set[str]]:
+        """For each function of the plug-in contract that matters here, the kernels that have it."""
         return {
-            name
-            for name in self.kernel_digests
-            if defines_function(self.root / "kernels" / f"{name}.py", "candidates")
+            function: {
+                name
+                for name in self.kernel_digests
+                if defines_function(self.root / "kernels" / f"{name}.py", function)
+            }
+            for function in (*WORKLOADS, "candidates")
         }
 
     def tuned_name(self, implementation: str) -> str:
@@ -186,10 +206,19 @@ class Plan:
         """The implementations that the grid checks: every one but the second names of an A/A test."""
         return [name for name in self.config["implementations"] if self.twin_of(name) == name]
 
-    def grid_job(self, implementation: str, seq_len: int) -> Job:
+    def grid_job(self, workload: str, implementation: str, seq_len: int) -> Job:
+        grid = self.config["correctness"]
+        problems = self._grid_problems(seq_len) if workload == ATTENTION else self._decode_problems(seq_len)
+        dtypes = {problem["dtype"] for problem in problems}
+        tolerances = {dtype: grid["tolerances"][dtype] for dtype in sorted(dtypes)}
+        spec = self._spec(CORRECTNESS, implementation, problems=problems, tolerances=tolerances)
+        path = f"{self.folder}/{CORRECTNESS}/{workload}/{implementation}/{seq_len}.json"
+        return Job(CORRECTNESS, None, implementation, seq_len, path, spec)
+
+    def _grid_problems(self, seq_len: int) -> list[dict[str, Any]]:
         grid = self.config["correctness"]
         heads = grid["heads"][self.device]
-        problems = [
+        return [
             Problem(
                 batch=batch,
                 heads=heads,
@@ -205,18 +234,42 @@ class Plan:
             for causal in grid["causal"]
             for dtype in grid["dtypes"]
         ]
-        tolerances = {dtype: grid["tolerances"][dtype] for dtype in grid["dtypes"]}
-        spec = self._spec(CORRECTNESS, implementation, problems=problems, tolerances=tolerances)
-        path = f"{self.folder}/{CORRECTNESS}/{implementation}/{seq_len}.json"
-        return Job(CORRECTNESS, None, implementation, seq_len, path, spec)
+
+    def _decode_problems(self, seq_len: int) -> list[dict[str, Any]]:
+        grid = self.config["correctness"][DECODE]
+        kv_heads = grid["kv_heads"][self.device]
+        return [
+            Problem(
+                workload=DECODE,
+                batch=batch,
+                heads=kv_heads * group_size,
+                kv_heads=kv_heads,
+                seq_len_q=form["queries"],
+                seq_len_k=seq_len,
+                head_dim=head_dim,
+                causal=True,
+                dtype=dtype,
+                lengths=form["lengths"],
+                page_size=form["page_size"],
+            ).to_dict()
+            for head_dim in grid["head_dims"]
+            for batch in grid["batches"]
+            for group_size in grid["group_sizes"]
+            for form in grid["forms"]
+            for dtype in grid["dtypes"]
+        ]
 
     def _problem(self, sweep: str, seq_len: int) -> dict[str, Any]:
         settings = self.config["sweeps"][sweep]
+        decode = settings["workload"] == DECODE
         return Problem(
+            workload=settings["workload"],
+            lengths=settings["lengths"],
+            page_size=settings["page_size"],
             batch=settings["batch"] if "batch" in settings else max(1, settings["tokens"] // seq_len),
             heads=settings["heads"],
             kv_heads=settings["kv_heads"],
-            seq_len_q=seq_len,
+            seq_len_q=settings["queries"] if decode else seq_len,
             seq_len_k=seq_len,
             head_dim=settings["head_dim"],
             causal=settings["causal"],

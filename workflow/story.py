@@ -16,11 +16,23 @@ import pandas as pd
 from harness.record import MARKS, OK
 from workflow.comparisons import COMPARISON_COLUMNS
 from workflow.gpus import gpu_section
-from workflow.render import GIB, environment_line, first_names, grid_table, legend, problem_line, sweep_table
+from workflow.render import (
+    GIB,
+    environment_line,
+    first_names,
+    grid_tables,
+    legend,
+    prefill_cells,
+    problem_line,
+    rate_of,
+    sweep_table,
+)
 from workflow.tables import markdown, table_text
 from workflow.verdicts import verdict_lines, verdict_section
 
 INTERPRETED = "interpreted"
+# Rows with one of these marks have a number that is no contender's.
+ASIDE = {INTERPRETED, "not_attention"}
 # Marks that make a number doubtful as such; a comparison that uses it repeats them.
 DOUBTS = ("stale", "grid_failed", "grid_incomplete")
 SAME_MEMORY = 0.01  # relative difference up to which two peaks, or a peak and its law, agree
@@ -46,11 +58,11 @@ def report_page(
     if not grid.empty:
         parts += [
             "## Is it right?",
-            grid_table(grid),
+            grid_tables(grid),
             bullets(grid_faults(grid)),
             "### Where the largest error lies",
             image("error", "maximum error against sequence length", figures),
-            *error_story(grid),
+            *error_story(prefill_cells(grid)),
         ]
     for sweep, rows in _groups(benchmark, "sweep"):
         parts += [f"## Sweep {table_text(sweep)}", problem_line(rows), sweep_table(rows)]
@@ -329,9 +341,9 @@ def reference_share(wrong: pd.DataFrame) -> str:
 
 
 def comparable(rows: pd.DataFrame, phase: str = "latency") -> pd.DataFrame:
-    """Rows with a native number: interpreted ones are compared with nothing."""
-    interpreted = rows["marks"].apply(lambda marks: INTERPRETED in marks_in(marks)).astype(bool)
-    return rows[(rows[f"{phase}_status"] == OK) & ~interpreted]
+    """Rows with a native number: interpreted ones, and floors, are compared with nothing."""
+    aside = rows["marks"].apply(lambda marks: bool(ASIDE & set(marks_in(marks)))).astype(bool)
+    return rows[(rows[f"{phase}_status"] == OK) & ~aside]
 
 
 def marks_in(cell: Any) -> list[str]:
@@ -470,10 +482,12 @@ def process_note(rows: pd.DataFrame) -> str:
 def throughput_story(rows: pd.DataFrame) -> list[str]:
     """Each implementation's rate at its shortest and longest length, and its highest."""
     lines = []
+    rate = rate_of(rows)
     for name, mine in rows[rows["latency_status"] == OK].groupby("implementation", sort=False):
-        rates = mine.sort_values("seq_len").set_index("seq_len")["teraflops_per_second"]
-        interpreted = "" if len(comparable(mine)) else " (interpreted)"
-        text = f"{table_text(name)}{interpreted}: {rates.iloc[0]:.3g} TFLOP/s at seq_len {rates.index[0]}"
+        rates = mine.sort_values("seq_len").set_index("seq_len")[rate.column] / rate.divisor
+        aside = sorted({mark for marks in mine["marks"] for mark in marks_in(marks)} & ASIDE)
+        what = "" if len(comparable(mine)) else f" ({table_text(', '.join(aside))})"
+        text = f"{table_text(name)}{what}: {rates.iloc[0]:.3g} {rate.unit} at seq_len {rates.index[0]}"
         if len(rates) > 1:
             text += f", {rates.iloc[-1]:.3g} at {rates.index[-1]}"
             if rates.idxmax() not in (rates.index[0], rates.index[-1]):

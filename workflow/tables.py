@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.bounds import impossible
+from harness.problem import DECODE
 from harness.record import (
     ERROR,
     OK,
@@ -43,6 +44,8 @@ TIMING_COLUMNS = (
     "profiler_reason",
     "kernel_names",
     "teraflops_per_second",
+    "key_value_bytes_per_second",
+    "share_of_read_bandwidth",
     "sample_count",
     "process_count",
     "outlier_count_mild",
@@ -72,14 +75,23 @@ MEMORY_COLUMNS = (
     "reserved_bytes",
     "law_bytes",
 )
-PROBLEM_COLUMNS = ("batch", "heads", "kv_heads", "head_dim", "causal", "dtype")
+# `queries` is of the workload decode: how many of a sequence's tokens ask. `seq_len` is its context.
+PROBLEM_COLUMNS = (
+    *("workload", "batch", "heads", "kv_heads", "queries", "head_dim", "causal", "dtype"),
+    *("lengths", "page_size"),
+)
 CELL_COLUMNS = (
+    "workload",
     "batch",
     "heads",
+    "kv_heads",
+    "queries",
     "seq_len",
     "head_dim",
     "causal",
     "dtype",
+    "lengths",
+    "page_size",
     "status",
     "fault_kind",
     "reason",
@@ -94,7 +106,10 @@ CELL_COLUMNS = (
     "max_abs_error_fp64",
     "reference_error_fp64",
     "bound_fp64",
+    "relative_error",
+    "relative_bound",
     "allclose",
+    "judged_calls",
 )
 
 CORRECTNESS_COLUMNS = ("environment", "implementation", *CELL_COLUMNS, "marks")
@@ -188,15 +203,20 @@ def correctness_rows(plan: Plan, root: Path) -> list[dict[str, Any]]:
             continue
         record = load(job, root)
         cells = record.cells or [
-            {"seq_len_q": job.seq_len, "status": record.status, "reason": record.reason, **problem}
-            for problem in job.spec["problems"]
+            {"status": record.status, "reason": record.reason, **problem} for problem in job.spec["problems"]
         ]
         for cell in cells:
             row: dict[str, Any] = {"environment": plan.environment, "implementation": job.implementation}
-            values = {**cell, "seq_len": cell["seq_len_q"]}
+            values = {**cell, **_axes(cell)}
             row.update({name: values.get(name) for name in CELL_COLUMNS})
             rows.append({**row, "marks": " ".join(record.marks)})
     return rows
+
+
+def _axes(problem: dict[str, Any]) -> dict[str, Any]:
+    """A problem's length, which a table runs over, and how many queries a decode problem has."""
+    queries = problem["seq_len_q"] if problem["workload"] == DECODE else None
+    return {"seq_len": problem["seq_len_k"], "queries": queries}
 
 
 def benchmark_rows(plan: Plan, root: Path, grid: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -223,7 +243,8 @@ def benchmark_rows(plan: Plan, root: Path, grid: list[dict[str, Any]]) -> list[d
             record = load_measurement(plan, job, root)
             if phase == TIMING:
                 record = held_against(record, roofline)
-            row.update({name: job.spec["problem"][name] for name in PROBLEM_COLUMNS})
+            problem = {**job.spec["problem"], **_axes(job.spec["problem"])}
+            row.update({name: problem[name] for name in PROBLEM_COLUMNS})
             row.update({f"{prefix}_status": record.status, f"{prefix}_reason": record.reason or ""})
             row.update({name: record.values.get(name) for name in columns})
             row[f"{prefix}_measured_at"] = record.started_at
@@ -252,7 +273,12 @@ def held_against(record: Record, roofline: Record) -> Record:
     if reason is not None:
         return replace(record, status=ERROR, reason=reason, values={}, samples={}, marks=[])
     proven = [] if roofline.values["flush_proven"] else ["flush_unproven"]
-    return replace(record, marks=[*record.marks, *proven])
+    share = values["key_value_bytes_per_second"] / roofline.values["read_bytes_per_second"]
+    return replace(
+        record,
+        values={**values, "share_of_read_bandwidth": share},
+        marks=[*record.marks, *proven],
+    )
 
 
 def _add_positions(rows: list[dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from tests.workflow.test_resume import Gate
 pytestmark = pytest.mark.slow
 
 TARGETS = ("report/benchmark.md", "results/benchmark.csv", "results/correctness.csv")
-JOBS = {"correctness/right/32", "correctness/right/33", "memory/tiny/right/32"}
+JOBS = {"correctness/attention/right/32", "correctness/attention/right/33", "memory/tiny/right/32"}
 
 
 def make(folder: Path, *kernels: str) -> Checkout:
@@ -272,7 +272,7 @@ def test_a_kernel_that_is_deleted_in_the_middle_of_a_run(gated: Checkout, gate: 
     assert run.wait(timeout=60) != 0
     assert re.search(r"Missing files.*\n.*/kernels/gated.py", (tmp_path / "output").read_text())
     before = copies(gated)
-    assert set(count(gated)) <= {"correctness/gated/32", "correctness/gated/33"}
+    assert set(count(gated)) <= {"correctness/attention/gated/32", "correctness/attention/gated/33"}
 
     refused = gated.snakemake(*TARGETS, **gate.variables)
     assert refused.returncode != 0

@@ -56,7 +56,13 @@ def recorded(plan: Plan, name: str, seq_len: int, first: int, factor: float = 1.
         "cold_ms": [[factor * ms for ms in process] for process in series["cold_ms"][first : first + 5]],
         "sm_clock_mhz": series["sm_clock_mhz"][first : first + 5],
     }
-    values = {"latency_ms": factor, "working_set_bytes": 1, "flop_count": 1, "options": "{}"}
+    values = {
+        "latency_ms": factor,
+        "working_set_bytes": 1,
+        "flop_count": 1,
+        "key_value_bytes_per_second": 1.0,
+        "options": "{}",
+    }
     record = Record(
         TIMING, job.spec, OK, values=values, samples=samples, started_at="2026-12-02T12:00:00.000000Z"
     )

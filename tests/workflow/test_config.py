@@ -64,7 +64,10 @@ TIMING_KEYS = (
     "processes, samples, samples_interpreted, second_timer_seq_lens, warm_up_min_s, warm_up_max_s,"
     " lock_sm_clock_mhz"
 )
-SWEEP_KEYS = "batch, tokens, heads, kv_heads, head_dim, causal, dtype, seq_lens, measure, implementations"
+SWEEP_KEYS = (
+    "workload, batch, tokens, heads, kv_heads, head_dim, causal, queries, lengths, page_size, dtype,"
+    " seq_lens, measure, implementations"
+)
 
 
 @pytest.fixture
@@ -230,8 +233,8 @@ BAD = {
     "kernel without attention": (
         implementation(kernel="helpers"),
         [
-            'implementations.x.kernel = "helpers": kernels/helpers.py defines no function attention '
-            f"at top level; must be one of {KERNEL_LIST}"
+            'implementations.x.kernel = "helpers": kernels/helpers.py defines no function attention or '
+            f"decode at top level; must be one of {KERNEL_LIST}"
         ],
     ),
     "kernel that does not parse": (
@@ -399,10 +402,10 @@ BAD = {
         [
             "sweeps.article.heads: missing; must be an integer of at least 1",
             "sweeps.article.head_dim: missing; must be an integer from 8 to 512",
-            "sweeps.article.causal: missing; must be true or false",
             "sweeps.article.dtype: missing; must be one of fp16, bf16",
             "sweeps.article.seq_lens: missing; must be a mapping",
             "sweeps.article.batch: missing; must be an integer of at least 1; or give tokens",
+            "sweeps.article.causal: missing; must be true or false",
         ],
     ),
     "sweep with a batch and tokens": (
@@ -412,6 +415,31 @@ BAD = {
     "sweep of no tokens": (
         changed(("sweeps", "article", "batch", ...), ("sweeps", "article", "tokens", 0)),
         ["sweeps.article.tokens = 0: must be at least 1"],
+    ),
+    "attention with a key of decode": (
+        changed(("sweeps", "article", "queries", 2)),
+        ["sweeps.article.queries = 2: is for the workload decode"],
+    ),
+    "decode with a mask": (
+        changed(("sweeps", "article", "workload", "decode")),
+        [
+            "sweeps.article.causal = false: leave it out: decode's mask is always causal, aligned to the "
+            "bottom right"
+        ],
+    ),
+    "decode that no kernel answers": (
+        changed(("sweeps", "article", "workload", "decode"), ("sweeps", "article", "causal", ...)),
+        ['sweeps.article.workload = "decode": no kernel of the implementations defines decode()'],
+    ),
+    "decode of more queries than the kernels take": (
+        changed(
+            ("sweeps", "article", "workload", "decode"),
+            ("sweeps", "article", "causal", ...),
+            ("sweeps", "article", "queries", 9),
+        ),
+        [
+            "sweeps.article.queries = 9: must be at most 8",
+        ],
     ),
     "sweep named as a target": (
         changed(("sweeps", "report", SWEEP), ("sweeps", "seq_len_512", SWEEP)),
@@ -587,7 +615,11 @@ def test_defaults_are_filled_in(kernels):
     assert config["timing"]["processes"] == {"cuda": 5, "cpu": 3}
     assert config["sweeps"]["article"] == {
         **SWEEP,
+        "workload": "attention",
         "kv_heads": 16,
+        "queries": 1,
+        "lengths": "equal",
+        "page_size": 0,
         "measure": ["timing", "memory"],
         "implementations": ["naive"],
     }
@@ -699,11 +731,13 @@ def test_every_number_of_the_configuration_says_its_unit_or_counts_something():
         "candidates",
         "cpu",
         "cuda",
+        "group_sizes",
         "head_dim",
         "head_dims",
         "heads",
         "kv_heads",
         "processes",
+        "queries",
         "relative",
         "rounds",
         "samples",

@@ -222,7 +222,7 @@ class TestTheTablesAsHtml:
         places = [row[header.index("in row")] for row in rows]
         assert places[:96] == [""] * 96  # naive: an error of 0 lies nowhere
         assert [int(place) for place in places[96:]] == list(grid["error_row"])[96:]
-        assert Tables(correctness_page(grid)).rows[1][:3] == ["naive", "96", "96"]
+        assert Tables(correctness_page(grid)).rows[1][:4] == ["attention", "naive", "96", "96"]
 
     def test_hold_the_environment(self):
         rows = dict(Tables(environment_page(ENVIRONMENT)).rows[1:])

@@ -28,7 +28,7 @@ IMPLEMENTATIONS = {"naive": "naive", "sdpa": "sdpa", "triton": "triton_flash", "
 
 
 def checks(*implementations: str, lengths: tuple[int, ...] = (32,)) -> set[str]:
-    return {f"check {name} at seq_len {n}" for name in implementations for n in lengths}
+    return {f"check attention of {name} at seq_len {n}" for name in implementations for n in lengths}
 
 
 def timings(*implementations: str, lengths: tuple[int, ...] = (32, 33), sweep: str = "tiny") -> set[str]:
@@ -286,7 +286,12 @@ def write_by_hand(plan: Plan, root: Path, *, status: str = OK) -> None:
         options = {"TILE_Q": 64} if tuned else {}
         values: dict[str, Any] = {"options": canonical_json(options)} if job.phase in (TIMING, MEMORY) else {}
         if job.phase == TIMING:
-            values |= {"latency_ms": 1.0, "working_set_bytes": 1, "flop_count": 1}
+            values |= {
+                "latency_ms": 1.0,
+                "working_set_bytes": 1,
+                "flop_count": 1,
+                "key_value_bytes_per_second": 1.0,
+            }
         if job.phase == ROOFLINE:
             values = {"read_bytes_per_second": 1e12, "matrix_teraflops_per_second": 1.0, "flush_proven": True}
         record = Record(job.phase, job.spec, status, values=values, started_at="2026-01-01T00:00:00.0Z")
@@ -361,7 +366,7 @@ class TestOneSeqLen:
         result = day.snakemake("seq_len_32")
         assert result.returncode == 0, result.stdout
         assert set(day.history()) == {
-            "correctness/right/32",
+            "correctness/attention/right/32",
             "timing/tiny/right/32",
             "memory/tiny/right/32",
             "roofline",
@@ -446,7 +451,7 @@ class TestALostSnakemakeFolder:
             assert not lost.csv("benchmark")["marks"].fillna("").str.contains("stale").any()
         measured = {job for job, copies in lost.history().items() if len(copies) > len(before[job])}
         assert measured == {
-            "correctness/naive/32",
+            "correctness/attention/naive/32",
             *(f"{phase}/tiny/naive/{n}" for phase in ("timing", "memory") for n in (32, 33)),
         }
 
@@ -546,7 +551,7 @@ def test_retry_failed_measures_again_what_failed_and_only_that(tmp_path: Path) -
     assert "measuring 3 jobs again" in result.stdout
     after = checkout.history()
     assert {job for job in after if len(after[job]) > len(before[job])} == {
-        "correctness/flaky/33",
+        "correctness/attention/flaky/33",
         "timing/tiny/flaky/32",
         "memory/tiny/flaky/32",
     }

@@ -22,8 +22,8 @@ PATIENCE = 120.0  # seconds to wait for what should come soon
 TARGET = "report/benchmark.md"
 JOBS = {
     "roofline",
-    "correctness/right/33",
-    "correctness/gated/33",
+    "correctness/attention/right/33",
+    "correctness/attention/gated/33",
     *(f"{phase}/tiny/{name}/32" for phase in ("timing", "memory") for name in ("right", "gated")),
 }
 
@@ -132,14 +132,14 @@ def test_killed_at_any_moment_the_same_command_goes_on(
         killed = run()
         until(gate.reached.exists)
         kill(killed)  # in a check
-        assert "correctness/gated/33" not in checkout.history()
+        assert "correctness/attention/gated/33" not in checkout.history()
 
         gate.close(32)
         killed = run()
         until(gate.reached.exists)
         kill(killed)  # in a timing
         done = set(checkout.history())
-        assert {"correctness/right/33", "correctness/gated/33"} <= done
+        assert {"correctness/attention/right/33", "correctness/attention/gated/33"} <= done
         assert not {"timing/tiny/gated/32", "memory/tiny/gated/32"} & done
 
         gate.open()

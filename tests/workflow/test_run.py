@@ -26,6 +26,70 @@ def finished(tmp_path_factory):
     return checkout, result.stdout
 
 
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory):
+    """A complete run of the workload decode, on pages, with a floor."""
+    checkout = Checkout.make(tmp_path_factory.mktemp("decoded"))
+    config = small_config(
+        naive="naive", sdpa="sdpa", triton="triton_flash", split="triton_decode", floor="read_floor"
+    )
+    sweep = config["sweeps"].pop("tiny")
+    del sweep["causal"]
+    config["sweeps"]["newest"] = {
+        **sweep,
+        **{"workload": "decode", "batch": 2, "kv_heads": 1, "queries": 2, "lengths": "uneven"},
+        **{"page_size": 16, "seq_lens": {"cpu": [70]}},
+    }
+    config["correctness"]["decode"] = {
+        **{"seq_lens": {"cpu": [33]}, "head_dims": [16], "batches": [2], "kv_heads": {"cpu": 1}},
+        **{"group_sizes": [2], "dtypes": ["fp16"]},
+        "forms": [
+            {"queries": 1, "lengths": "some_empty", "page_size": 0},
+            {"queries": 3, "lengths": "uneven", "page_size": 16},
+        ],
+    }
+    checkout.configure(config)
+    result = checkout.snakemake()
+    assert result.returncode == 0, result.stdout
+    return checkout
+
+
+class TestARunOfDecode:
+    def test_goes_through_the_same_rules_and_leaves_out_who_does_not_answer_it(self, decoded):
+        rows = decoded.csv("benchmark")
+        assert list(rows["implementation"]) == ["naive", "sdpa", "split", "floor"]
+        assert set(rows["latency_status"]) == set(rows["memory_status"]) == {"ok"}
+        assert set(rows["workload"]) == {"decode"}
+        assert set(decoded.records("timing")) == {
+            f"newest/{name}/70" for name in ("naive", "sdpa", "split", "floor")
+        }
+
+    def test_its_grid_tells_each_problem(self, decoded):
+        grid = decoded.csv("correctness")
+        assert set(grid["status"]) == {"ok"}
+        assert len(grid) == 4 * 2
+        cells = set(zip(grid["queries"], grid["lengths"], grid["page_size"], strict=True))
+        assert cells == {(1, "some_empty", 0), (3, "uneven", 16)}
+
+    def test_its_figure_of_merit_is_the_bandwidth(self, decoded):
+        rows = decoded.csv("benchmark")
+        # Two sequences of 35 and 70 tokens, K and V, one head of 16 numbers of 2 bytes.
+        rate = 2 * (35 + 70) * 16 * 2 / (rows["latency_ms"] * 1e-3)
+        assert rows["key_value_bytes_per_second"].to_numpy() == pytest.approx(rate.to_numpy())
+        for column in ("TB/s", "of read bandwidth", "warm (ms)", "graph (ms)"):
+            assert column in decoded.table()
+        assert "| TFLOP/s" not in decoded.table()
+        figure = (decoded.folder / "report/figures/newest_throughput.svg").read_text()
+        assert "bandwidth of reading, measured" in figure
+        assert "context length (tokens)" in figure
+
+    def test_a_floor_is_marked_and_never_the_fastest(self, decoded):
+        marks = decoded.csv("benchmark").set_index("implementation")["marks"]
+        assert "not_attention" in marks["floor"].split()
+        page = (decoded.folder / "report/report.md").read_text()
+        assert not re.search(r"floor[^.\n]* (is|are) the fastest", page)
+
+
 class TestACompleteRun:
     def test_every_cell_of_the_grid_is_right(self, finished):
         checkout, _ = finished

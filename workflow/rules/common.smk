@@ -6,6 +6,7 @@ from harness.clocks import undo_leftover_if_free
 from harness.digest import source_digest
 from harness.environment import choose_device, environment_key, find_gpus
 from harness.forkserver import ForkServer
+from harness.problem import WORKLOADS
 from harness.record import canonical_json, spec_digest
 from workflow.config import ConfigError, load_config
 from workflow.plan import (
@@ -142,13 +143,16 @@ for resource in KEPT_GPUS:
 wildcard_constraints:
     implementation="|".join(CONFIG["implementations"]),
     sweep="|".join(CONFIG["sweeps"]),
+    workload="|".join(WORKLOADS),
     seq_len=r"\d+",
     tuned=r"[a-z0-9_]+(-[0-9a-f]+)?",
 
 
 def grid_spec(wildcards):
     return canonical_json(
-        PLAN.grid_job(wildcards.implementation, int(wildcards.seq_len)).spec
+        PLAN.grid_job(
+            wildcards.workload, wildcards.implementation, int(wildcards.seq_len)
+        ).spec
     )
 
 

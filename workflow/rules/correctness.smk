@@ -8,9 +8,9 @@ rule check_correctness:
         kernel=ancient(kernel_source),
         environment=ancient(PLAN.environment_file),
     output:
-        f"{PLAN.folder}/{CORRECTNESS}/{{implementation}}/{{seq_len}}.json",
+        f"{PLAN.folder}/{CORRECTNESS}/{{workload}}/{{implementation}}/{{seq_len}}.json",
     log:
-        f"logs/{PLAN.environment}/{CORRECTNESS}/{{implementation}}/{{seq_len}}.log",
+        f"logs/{PLAN.environment}/{CORRECTNESS}/{{workload}}/{{implementation}}/{{seq_len}}.log",
     priority: 4
     conda:
         "../envs/attention.yaml"
@@ -20,7 +20,7 @@ rule check_correctness:
     params:
         spec=grid_spec,
     message:
-        "check {wildcards.implementation} at seq_len {wildcards.seq_len}"
+        "check {wildcards.workload} of {wildcards.implementation} at seq_len {wildcards.seq_len}"
     shell:
         "python {input.script:q} --spec {params.spec:q} --output {output:q}"
         " --time-limit-s {resources.time_limit_s} > {log:q} 2>&1"

@@ -14,7 +14,7 @@ run_in_fork_server(__file__)
 from harness.command import job_arguments
 from harness.correctness import Tolerance
 from harness.job import Bench, Supervision
-from harness.problem import Problem
+from harness.problem import DECODE, Problem
 from harness.record import OK, canonical_json, write_record
 from harness.second_opinion import Question, second_opinion, timers_disagree
 from harness.stopwatch import TimedProcess, TimingSettings, time_attention, timing_marks, timing_values
@@ -44,7 +44,9 @@ def finish(outcomes: list[Outcome], job: Supervision) -> dict[str, object]:
     processes = [TimedProcess(**outcome.result) for outcome in outcomes]
     values = {"options": canonical_json(arguments.options), **timing_values(processes, problem)}
     marks = timing_marks(processes, values)
-    question = Question(graph="launch_bound" in marks, profiler=spec["second_timer"])
+    # In decode the launch is part of the question at every length.
+    graph = "launch_bound" in marks or problem.workload == DECODE
+    question = Question(graph=graph, profiler=spec["second_timer"])
     if spec["device"] == "cuda" and question.any:
         (opinion,) = job.run([question], ask)
         # A second opinion that fails takes nothing from the samples: it says why it has no number.
