@@ -96,6 +96,9 @@ def profile_kernel(kernel: Kernel, problem: Problem, target: Target) -> list[dic
     except Exception as fault:  # whatever a compiler raises: this row's message
         reason = f"{type(fault).__name__}: {fault}"
         return [{**about, "status": ERROR, "reason": reason[:2000]}]
+    if not kernel.is_attention:  # a floor has no products, and so nothing that tensor cores would do
+        for cell in cells:
+            cell["verdicts"] = [verdict for verdict in cell["verdicts"] if verdict != NO_TENSOR_CORES]
     seconds = round(time.monotonic() - began, 3)
     return [{**about, "status": OK, "reason": None, **cell, "seconds": seconds} for cell in cells]
 

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from harness.sass import Instruction, block_threads, instructions, mix
-from harness.static_profile import DOES_NOT_FIT, NO_TENSOR_CORES, SERIALISED_WGMMA, SPILLS
+from harness.static_profile import (
+    DOES_NOT_FIT,
+    NO_TENSOR_CORES,
+    SERIALISED_WGMMA,
+    SPILLS,
+    TENSOR_CORE_GROUPS,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -187,3 +193,14 @@ def test_the_threads_of_a_block_are_those_that_the_ptx_fixes():
     assert block_threads(".entry f()\n.reqntid 128\n{") == 128
     assert block_threads(".entry f()\n.reqntid 32, 4, 2\n{") == 256
     assert block_threads(".entry f()\n{") is None
+
+
+def test_a_floor_is_not_blamed_for_having_no_products(tmp_path):
+    decode = {
+        **{"workload": "decode", "seq_len_q": 1, "causal": True, "dtype": "bf16"},
+        **{"heads": 2, "seq_len_k": 256},
+    }
+    cells = profiled([["read_floor", "sm_80", decode, None]], tmp_path)["cells"][0]
+    assert {cell["status"] for cell in cells} == {"ok"}
+    assert not any(cell["verdicts"] for cell in cells)
+    assert not any(cell["mix"][group] for cell in cells for group in TENSOR_CORE_GROUPS)
