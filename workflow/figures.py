@@ -323,7 +323,9 @@ def _sweep_figure(
     lines = [line for label in labels for line in label.lines]
     left = max([1.05, *(_width(lane.name, SMALL) + 0.25 for lane in lanes)])
     right = max([1.0, *(_width(line, NORMAL) + 0.5 for line in lines)])
-    width, panel_width, panel_height = left + 5.4 + right, 5.4, 3.4
+    panel_width, panel_height = 5.4, 3.4
+    texts = ((title, LARGE * 1.1), (subtitle, NORMAL), *((line, SMALL) for line in footnotes))
+    width = max([left + panel_width + right, *(_width(text, size) + 0.3 for text, size in texts)])
     strip = sum(lane.height for lane in lanes)
     top, bottom = 0.75, 0.62 + LINE_IN * len(footnotes)
     height = top + panel_height + strip + bottom

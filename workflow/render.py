@@ -117,6 +117,8 @@ def grid_table(grid: pd.DataFrame) -> str:
             }
         )
     note = "Largest absolute difference from attention computed by PyTorch in the same dtype."
+    if grid["marks"].astype(str).str.contains("not_attention").any():
+        note += " Of a floor (not_attention): from what it means to compute instead."
     return f"{markdown(rows)}\n\n{note}"
 
 

@@ -18,6 +18,7 @@ from workflow.comparisons import COMPARISON_COLUMNS
 from workflow.gpus import gpu_section
 from workflow.render import (
     GIB,
+    by_workload,
     environment_line,
     first_names,
     grid_tables,
@@ -120,14 +121,16 @@ def asked(benchmark: pd.DataFrame, grid: pd.DataFrame) -> str:
         if not table.empty
         for name in table["implementation"]
     )
-    cells = [len(cells) for _, cells in _groups(grid, "implementation")]
     sweeps = [
         f"{table_text(sweep)} (seq_len {listed(sorted(set(rows['seq_len'])))})"
         for sweep, rows in _groups(benchmark, "sweep")
     ]
     text = f"{counted(len(names), 'implementation')}: {listed(names)}."
-    if cells:
-        text += f" Each was checked on {counted(max(cells), 'cell')} of the correctness grid."
+    for workload, part in by_workload(grid):
+        cells = [len(cells) for _, cells in _groups(part, "implementation")]
+        if cells:
+            who = "Each" if len(by_workload(grid)) == 1 else f"Each that answers {workload}"
+            text += f" {who} was checked on {counted(max(cells), 'cell')} of the correctness grid."
     if sweeps:
         text += f" Measured in {'these sweeps' if len(sweeps) > 1 else 'one sweep'}: {listed(sweeps)}."
     return text

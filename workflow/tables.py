@@ -209,7 +209,8 @@ def correctness_rows(plan: Plan, root: Path) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"environment": plan.environment, "implementation": job.implementation}
             values = {**cell, **_axes(cell)}
             row.update({name: values.get(name) for name in CELL_COLUMNS})
-            rows.append({**row, "marks": " ".join(record.marks)})
+            floor = [] if cell.get("is_attention", True) else ["not_attention"]
+            rows.append({**row, "marks": " ".join([*record.marks, *floor])})
     return rows
 
 

@@ -70,6 +70,11 @@ class TestARunOfDecode:
         assert len(grid) == 4 * 2
         cells = set(zip(grid["queries"], grid["lengths"], grid["page_size"], strict=True))
         assert cells == {(1, "some_empty", 0), (3, "uneven", 16)}
+        floors = grid[grid["marks"].fillna("").str.contains("not_attention")]
+        assert set(floors["implementation"]) == {"floor"}
+        assert "Of a floor" in decoded.table()
+        page = (decoded.folder / "report/report.md").read_text()
+        assert "Each was checked on 2 cells of the correctness grid" in page
 
     def test_its_figure_of_merit_is_the_bandwidth(self, decoded):
         rows = decoded.csv("benchmark")

@@ -25,7 +25,8 @@ tolerances = {dtype: Tolerance(**tolerance) for dtype, tolerance in spec["tolera
 
 def work(bench: Bench, problem: Problem, report_step: ReportStep) -> dict[str, object]:
     report_step(str(problem))
-    return check_problem(bench.kernel, problem, bench.device, tolerances[problem.dtype])
+    found = check_problem(bench.kernel, problem, bench.device, tolerances[problem.dtype])
+    return {**found, "is_attention": bench.kernel.is_attention}
 
 
 def finish(outcomes: list[Outcome]) -> dict[str, object]:
