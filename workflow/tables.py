@@ -274,10 +274,12 @@ def held_against(record: Record, roofline: Record) -> Record:
     if reason is not None:
         return replace(record, status=ERROR, reason=reason, values={}, samples={}, marks=[])
     proven = [] if roofline.values["flush_proven"] else ["flush_unproven"]
-    share = values["key_value_bytes_per_second"] / roofline.values["read_bytes_per_second"]
+    if "key_value_bytes_per_second" in values:  # records from before there was decode lack it
+        share = values["key_value_bytes_per_second"] / roofline.values["read_bytes_per_second"]
+        values = {**values, "share_of_read_bandwidth": share}
     return replace(
         record,
-        values={**values, "share_of_read_bandwidth": share},
+        values=values,
         marks=[*record.marks, *proven],
     )
 
