@@ -58,7 +58,7 @@ NULL = "null (nothing is written below the key)"
 NUMBER_AS_TEXT = "text (--config gives what is in a list or a mapping as text)"
 TOP_KEYS = (
     "device, environment, one_gpu_per_sweep, time_limit_s, implementations, baseline, correctness, timing,"
-    " tuning, sdpa_diagnostic, static_profile, profile, sweeps"
+    " tuning, sdpa_diagnostic, static_profile, profile, collect, sweeps"
 )
 TIMING_KEYS = (
     "processes, samples, samples_interpreted, second_timer_seq_lens, warm_up_min_s, warm_up_max_s,"

@@ -146,10 +146,10 @@ rule render_report:
 
 rule report:
     input:
-        # The profile's are shown where it was asked for (`snakemake profile`), and are not made for this.
+        # These are shown where they were asked for (`snakemake profile`, `collect`), and are not made for this.
         results=FIGURES
         + TABLES
-        + [path for path in PROFILE_RESULTS if Path(path).exists()],
+        + [path for path in PROFILE_RESULTS + COLLECT_RESULTS if Path(path).exists()],
         captions=sorted((ROOT / "workflow/report").glob("*.rst")),
         stylesheet=ROOT / "workflow/report/style.css",
     output:
