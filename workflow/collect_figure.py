@@ -171,7 +171,7 @@ def _footnotes(rows: pd.DataFrame, panels: Any) -> list[str]:
         )
     lines.append(
         "Strips: × – no number, with its status and reason; markers – the numbers that carry the mark named"
-        " at the left. The panels of a column have one scale."
+        " at the left. The panels of a column have one scale. What nobody asked for has no cross."
     )
     if any(any(one.hollow) for one in series):
         lines.append("Hollow markers: run by Triton's interpreter, not comparable with native numbers.")

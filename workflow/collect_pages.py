@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from harness.record import MARKS, OK
-from workflow.collect import COLLECT_MARKS, Collection, Environment, names_of
+from workflow.collect import COLLECT_MARKS, NOT_ASKED_FOR, Collection, Environment, names_of
 from workflow.pages import Number, table_page
 from workflow.plan import TIMING
 from workflow.render import GIB, RATES, legend, problem_line, rate_of, sweep_table
@@ -19,8 +19,25 @@ STATUSES = ("latency_status", "memory_status")
 
 
 def rows_table(rows: Sequence[dict[str, Any]], sweep: str) -> pd.DataFrame:
-    """The rows of one sweep."""
-    return pd.DataFrame([row for row in rows if row["sweep"] == sweep])
+    """The rows of one sweep, without those that nobody asked for: `not_asked_part` tells of them."""
+    return pd.DataFrame([row for row in rows if row["sweep"] == sweep and not _not_asked(row)])
+
+
+def _not_asked(row: Mapping[str, Any]) -> bool:
+    return {row[name] for name in STATUSES} <= {NOT_ASKED_FOR, ""}
+
+
+def not_asked_part(rows: Sequence[Mapping[str, Any]], sweep: str, names: Mapping[str, str]) -> list[str]:
+    """A sentence for each environment that was not asked about all lengths of a sweep."""
+    found: dict[str, dict[int, None]] = {}
+    for row in rows:
+        if row["sweep"] == sweep and NOT_ASKED_FOR in {row[name] for name in STATUSES}:
+            found.setdefault(row["environment"], {})[row["seq_len"]] = None
+    return [
+        f"{names[key]} has no numbers at {', '.join(str(n) for n in sorted(lengths))}: the configuration does"
+        " not ask its device for them."
+        for key, lengths in found.items()
+    ]
 
 
 def collected_page(collection: Collection, sweeps: Sequence[str], figures: Mapping[str, str]) -> str:
@@ -48,6 +65,7 @@ def collected_page(collection: Collection, sweeps: Sequence[str], figures: Mappi
             parts.append("No environment has lengths of this sweep.")
         else:
             parts += [problem_line(rows), _sweep_part(rows, names)]
+            parts += [table_text(line) for line in not_asked_part(collection.rows, sweep, names)]
         parts.append(f"![{table_text(sweep)}]({figures[sweep]})")
         parts.append(_apart_part([row for row in collection.apart if row["sweep"] == sweep], names))
     everything = pd.DataFrame(collection.rows)
@@ -86,7 +104,8 @@ def _environment_row(
 
 
 def _present(rows: pd.DataFrame, *endings: str) -> list[Any]:
-    return [value for name in rows.columns if name.endswith(endings) for value in rows[name].dropna()]
+    found = [value for name in rows.columns if name.endswith(endings) for value in rows[name].dropna()]
+    return [value for value in found if value != ""]  # a record that is not there has no time
 
 
 def kernels_part(collection: Collection, names: Mapping[str, str]) -> str:
@@ -198,8 +217,9 @@ def _left_out_part(collection: Collection, names: Mapping[str, str]) -> Iterator
         yield "\n".join(lines)
 
 
-def collected_table(rows: pd.DataFrame, sweep: str, names: Mapping[str, str]) -> str:
+def collected_table(collection: Collection, sweep: str, names: Mapping[str, str]) -> str:
     """One sweep's table as an HTML page, to sort and filter by environment."""
+    rows = rows_table(collection.rows, sweep)
     title = f"Several environments, sweep {sweep}"
     if rows.empty:
         return table_page(title, ["No environment has lengths of this sweep."], [])
@@ -226,6 +246,7 @@ def collected_table(rows: pd.DataFrame, sweep: str, names: Mapping[str, str]) ->
     ]
     used = {mark for row in table for mark in str(row["marks"]).split()}
     notes = [problem_line(rows), *(f"{mark}: {text}." for mark, text in MEANINGS.items() if mark in used)]
+    notes += not_asked_part(collection.rows, sweep, names)
     faults = [not all(row[name] in (OK, "") for name in STATUSES) for row in rows.to_dict("records")]
     return table_page(title, notes, table, faults)
 

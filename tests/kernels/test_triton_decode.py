@@ -403,7 +403,8 @@ def test_the_default_gives_each_multiprocessor_of_an_h200_a_program_where_there_
         [split, *_] = [option["splits"] for option in triton_decode.candidates(cell, gpu(9, 0))]
         return batch * 8 * split
 
-    assert programs(1, 1024) == 64  # 8 tiles
+    assert programs(1, 1024) == 128  # 16 tiles
+    assert programs(1, 512) == 64  # 8 tiles
     assert programs(1, 131072) == 128
     assert programs(16, 4096) == 128
     assert programs(64, 8192) == 512

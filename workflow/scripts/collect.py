@@ -42,7 +42,7 @@ for path in arguments.figures:
     write_atomically(path, collected_figure(rows, path.stem, names))
     links[path.stem] = os.path.relpath(path, arguments.page.parent)
 for path in arguments.tables:
-    write_atomically(path, collected_table(rows_table(collection.rows, path.stem), path.stem, names))
+    write_atomically(path, collected_table(collection, path.stem, names))
 write_atomically(arguments.page, collected_page(collection, list(links), links))
 print(f"{len(names)} environments beside each other: {', '.join(names.values())}")
 print(f"{arguments.page}, {arguments.cells}")
