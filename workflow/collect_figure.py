@@ -43,7 +43,7 @@ from workflow.figures import (
     _zero_lanes,
     styles_of,
 )
-from workflow.render import problem_line, rate_of, workload_of
+from workflow.render import first_names, problem_line, rate_of, workload_of
 
 PANEL_WIDTH, PANEL_HEIGHT = 3.1, 1.9  # inches
 TOP, HEAD, BELOW = 0.75, 0.34, 0.42
@@ -63,11 +63,11 @@ class _Panel:
 def collected_figure(rows: pd.DataFrame, sweep: str, names: dict[str, str]) -> str:
     """One sweep's latency, throughput and peak memory in each environment, as SVG text.
 
-    `rows` are the table's, of all sweeps; `names` gives each environment's key its short name. A quantity
+    `rows` are the sweep's table; `names` gives each environment's key its short name. A quantity
     that the sweep does not measure has no column, and an A/A test's second name no row.
     """
     title = f"{len(names)} environments, sweep {sweep}"
-    mine = rows[(rows["sweep"] == sweep) & rows["twin_of"].isna()] if len(rows) else rows
+    mine = first_names(rows)
     with mpl.rc_context(SETTINGS):
         return _svg(_nothing(title) if mine.empty else _figure(title, mine, names), title)
 
