@@ -29,11 +29,11 @@ from workflow.tables import (
 
 ENVIRONMENT_FILE = "environment.json"
 PHASES = {TIMING: ("latency", TIMING_COLUMNS), MEMORY: ("memory", MEMORY_COLUMNS)}
-HISTORY = "history"
 # Why a cell is empty, beside the statuses of a record.
 NOT_MEASURED = "not_measured"
 NOT_ASKED_FOR = "not_asked_for"
 OTHER_PROBLEM = "other_problem"
+EMPTIED = {"", NOT_MEASURED, NOT_ASKED_FOR, OTHER_PROBLEM}
 # True things about a number that only the other environments' numbers show.
 OTHER_KERNEL = "other_kernel"
 OTHER_MEASUREMENT = "other_measurement"
@@ -226,7 +226,7 @@ def _candidates(named: Path) -> list[Path]:
         return [named]
     if not named.is_dir():
         return []
-    return sorted(folder for folder in named.iterdir() if folder.name != HISTORY and _is_results(folder))
+    return sorted(folder for folder in named.iterdir() if _is_results(folder))
 
 
 def _is_results(folder: Path) -> bool:
@@ -396,8 +396,8 @@ def _mark(
                 for key in (key for key, changes in part.items() if changes):
                     found.setdefault((key, sweep, seq_len, implementation), []).append(mark)
     for row in rows:
-        if not any(row.get(f"{prefix}_status") == OK for prefix, _ in PHASES.values()):
-            row["marks"] = ""  # marks are of numbers
+        if {row.get(f"{prefix}_status") for prefix, _ in PHASES.values()} <= EMPTIED:
+            row["marks"] = ""  # they were of what is not here
             continue
         here = (row["environment"], row["sweep"], row["seq_len"], row["implementation"])
         row["marks"] = " ".join(dict.fromkeys([*row["marks"].split(), *found.get(here, [])]))

@@ -129,7 +129,8 @@ def _figure(title: str, rows: pd.DataFrame, names: dict[str, str]) -> Figure:
             axes.set_ylabel(axes.get_ylabel().split(" – ")[0], size=SMALL)
             axes.tick_params(labelsize=SMALL)
             for one in panel.series:
-                _draw(axes, one, seq_lens)
+                # A line breaks where its environment has no number, and not where it was asked for none.
+                _draw(axes, one, sorted({int(n) for n in lines.loc[lines["line"] == one.name, "seq_len"]}))
             if scale and not panel.series:
                 axes.text(0.5, 0.5, "no number to draw", transform=axes.transAxes, ha="center", color=FAINT)
             _strip(figure, axes, panel.lanes, x, floor - panel.strip, PANEL_WIDTH)
@@ -171,7 +172,7 @@ def _footnotes(rows: pd.DataFrame, panels: Any) -> list[str]:
         )
     lines.append(
         "Strips: × – no number, with its status and reason; markers – the numbers that carry the mark named"
-        " at the left. The panels of a column have one scale. What nobody asked for has no cross."
+        " at the left. The panels of a column have one scale. A length that was not asked for has no cross."
     )
     if any(any(one.hollow) for one in series):
         lines.append("Hollow markers: run by Triton's interpreter, not comparable with native numbers.")

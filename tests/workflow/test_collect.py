@@ -195,7 +195,7 @@ def found(tmp_path_factory):
         of("sdpa", {2048}, with_spec("problem", "batch", value=3)),
         of("naive", {2048}, only(TIMING, lambda record: None)),
         of("triton", {2048}, only(MEMORY, older)),
-        of("naive", {8192, 16384}, failed),
+        of("naive", {8192, 16384}, one_after_the_other(failed, OLD)),
     )
     measured(results, change=of_h200)
     measured(results, A100_KEY, slower=2.1, change=of_a100)
@@ -362,6 +362,7 @@ def test_every_empty_cell_says_why(found):
     story = part(page(found), "Sweep article")
     assert "cpu has no numbers at 1024, 2048, 4096, 8192: the configuration does not ask" in story
     assert "latency not\\_measured: no record" in story
+    assert "not\\_asked\\_for" not in story
     hostile = [line for line in story.splitlines() if "error" in line and "pipe" in line]
     assert len(hostile) == 1
     assert "<script" not in page(found)
@@ -374,10 +375,11 @@ def test_an_impossible_time_is_withheld_here_too(found):
     assert row["latency_ms"] is None
 
 
-def test_a_records_own_marks_stay_and_a_row_without_a_number_has_none(found):
+def test_a_records_own_marks_stay_and_where_no_record_is_shown_there_are_none(found):
     assert "throttled" in cell(found, A100_KEY, "llm", 16384, "sdpa")["marks"].split()
     assert "launch_bound" in cell(found, CPU_KEY, "article", 512, "sdpa")["marks"].split()
-    assert cell(found, A100_KEY, "article", 8192, "naive")["marks"] == ""
+    assert "stale" in cell(found, A100_KEY, "article", 8192, "naive")["marks"].split()
+    assert cell(found, A100_KEY, "article", 2048, "sdpa")["marks"] == ""
 
 
 def test_what_the_configuration_does_not_name_is_listed(found):
