@@ -18,14 +18,17 @@ next one.
 Partitions wait for each other at mbarriers in shared memory. A barrier completes a phase when all that it
 counts have arrived, and whoever waits names the parity of the phase, which alternates:
 
-    full[stage]     the unit's bytes have arrived (TMA counts them);  consumers wait
-    empty[stage]    every consumer has done with the unit;            the producer waits
-    q_full[slot]    the next tile's number and Q have arrived;        consumers wait
+    full[stage]     the unit's bytes have arrived (TMA counts them);     consumers wait
+    empty[stage]    every warp of the consumers has done with the unit;  the producer waits
+    q_full[slot]    the next tile's description and Q have arrived;      consumers wait
     q_empty[slot]   Q is read and the tile's O, which leaves
-                    through Q's buffer, has left it;                  the producer waits
+                    through Q's buffer, has left it;                     the producer waits
 
 tests/kernels/barrier_model.py is this protocol in plain Python; it steps the partitions in all orders and
 looks for deadlocks and for buffers that are overwritten while they are in use.
+
+Compiles with Triton 3.6 and 3.7; 3.9 has other names for the TMA copies. Where the compiler puts the barriers
+in shared memory is assumed here and checked before a compiled kernel's first launch.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -33,10 +36,11 @@ looks for deadlocks and for buffers that are overwritten while they are in use.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
+import re
+import types
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -69,12 +73,19 @@ def _locate(
 
     Tiles are numbered through head_group heads at a time, so that the K and V of those that run at
     the same time stay in the L2 cache. With a causal mask the last query tile of a head is the longest,
-    and the longest come first, so that none is left for the end.
+    and the longest of a group come first, so that the last ones, which even out when the
+    multiprocessors end, are the shortest.
+
+    Heads that are left over join the last group. As a group of their own they would be fewer tiles than there
+    are multiprocessors, and these would begin with the longest: some multiprocessors would work on one
+    of them while the others have nothing left, 5 % of the time of a causal call.
     """
-    first_head = tile // (query_tiles * head_group) * head_group
+    groups = gl.maximum(batch_heads // head_group, 1)
+    group = gl.minimum(tile // (query_tiles * head_group), groups - 1)
+    first_head = group * head_group
     in_group = tile - first_head * query_tiles
     if CAUSAL:
-        heads_here = gl.minimum(head_group, batch_heads - first_head)
+        heads_here = gl.where(group == groups - 1, batch_heads - first_head, head_group)
         batch_head = first_head + in_group % heads_here
         query_tile = query_tiles - 1 - in_group // heads_here
     else:
@@ -94,22 +105,149 @@ def _blocks(first_query, seq_len_k, TILE_Q: gl.constexpr, TILE_K: gl.constexpr, 
     return gl.cdiv(keys, TILE_K)
 
 
+@gluon.constexpr_function
+def _masked_blocks(tile_q, tile_k, causal, key_tail):
+    """How many blocks of a tile may need a mask: those that the diagonal crosses, or the one past the end."""
+    if causal:
+        return (tile_q + tile_k - 1) // tile_k
+    return 1 if key_tail else 0
+
+
+# ---- barriers ----
+
+# All barriers lie in one array of shared memory, 8 bytes each: full of every stage, empty of every stage,
+# q_full and q_empty of every slot. Behind them are 16 bytes for each slot that describe its tile. Gluon's own
+# operations on barriers have the warps of a warpgroup wait for each other each time; with these, in
+# assembly, each warp is on its own, and a barrier counts warps.
+#
+# Assembly cannot be handed the array, only its offset in shared memory. The compiler lays out larger arrays
+# first: Q, K and V, then this one, which is made larger than the arguments that the compiler keeps there
+# for the partitions. `check_layout` compares that with what was compiled.
+CONTROL_WORDS = gl.constexpr(64)
+
+
+@gluon.constexpr_function
+def _barriers_at(head_dim, consumers, tile_k, stages):
+    """Offset of the array of barriers in shared memory, in bytes: behind Q, K and V of 2 bytes an element."""
+    return 2 * head_dim * (Q_SLOTS.value * consumers * WARPGROUP_ROWS.value + 2 * stages * tile_k)
+
+
+@gluon.constexpr_function
+def _address(barriers_at, register, number):
+    # `register` becomes the address of the barrier, or word, with this number.
+    return (
+        f"mov.b32 {register}, global_smem; add.s32 {register}, {register}, {barriers_at}; "
+        f"mad.lo.s32 {register}, {number}, 8, {register};"
+    )
+
+
+@gluon.constexpr_function
+def _wait_assembly(barriers_at):
+    return (
+        f"{{ .reg .pred done; .reg .b32 barrier; {_address(barriers_at, 'barrier', '$1')} again: "
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [barrier], $2; @!done bra.uni again; mov.b32 $0, 0; }"
+    )
+
+
+@gluon.constexpr_function
+def _arrive_assembly(barriers_at):
+    return (
+        f"{{ .reg .pred leader; .reg .b32 barrier; {_address(barriers_at, 'barrier', '$1')} "
+        "elect.sync _|leader, 0xffffffff; "
+        "@leader mbarrier.arrive.shared::cta.b64 _, [barrier]; mov.b32 $0, 0; }"
+    )
+
+
+@gluon.constexpr_function
+def _publish_assembly(barriers_at):
+    return (
+        f"{{ .reg .pred leader; .reg .b32 barrier, tile; {_address(barriers_at, 'barrier', '$1')} "
+        f"{_address(barriers_at, 'tile', '$2')} elect.sync _|leader, 0xffffffff; "
+        "@leader st.shared.v4.b32 [tile], {$3, $4, $5, $6}; "
+        "@leader mbarrier.arrive.expect_tx.shared::cta.b64 _, [barrier], $7; mov.b32 $0, 0; }"
+    )
+
+
+@gluon.constexpr_function
+def _read_assembly(barriers_at):
+    address = _address(barriers_at, "tile", "$4")
+    return f"{{ .reg .b32 tile; {address} ld.shared.v4.b32 {{$0, $1, $2, $3}}, [tile]; }}"
+
+
+@gluon.jit
+def _wait(number, parity, BARRIERS_AT: gl.constexpr):
+    """Wait until the phase of this parity of barrier `number` has completed."""
+    gl.inline_asm_elementwise(
+        _wait_assembly(BARRIERS_AT), "=r,r,r", [number, parity], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _arrive(number, BARRIERS_AT: gl.constexpr):
+    """Arrive at barrier `number`, once for each warp that comes here."""
+    gl.inline_asm_elementwise(
+        _arrive_assembly(BARRIERS_AT), "=r,r", [number], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _publish(
+    slot, first_query, blocks, batch, head, q_bytes, STAGES: gl.constexpr, BARRIERS_AT: gl.constexpr
+):
+    """Describe a tile to the consumers, and have q_full wait for so many bytes of Q."""
+    Q_FULL: gl.constexpr = 2 * STAGES
+    TILES: gl.constexpr = Q_FULL + 2 * Q_SLOTS
+    gl.inline_asm_elementwise(
+        _publish_assembly(BARRIERS_AT), "=r,r,r,r,r,r,r,r",
+        [Q_FULL + slot, TILES + 2 * slot, first_query, blocks, batch, head, q_bytes],
+        gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _read_tile(slot, STAGES: gl.constexpr, BARRIERS_AT: gl.constexpr):
+    """What the producer published of a tile: first query, blocks (0 after the last tile), batch and head."""
+    TILES: gl.constexpr = 2 * STAGES + 2 * Q_SLOTS
+    return gl.inline_asm_elementwise(
+        _read_assembly(BARRIERS_AT), "=r,=r,=r,=r,r", [TILES + 2 * slot],
+        (gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _draw(counter):
+    """Draw a ticket; the answer, in lane 0 alone, may take its time until `_drawn` asks for it."""
+    assembly: gl.constexpr = (
+        "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
+        "mov.b32 $0, 0; @first atom.global.relaxed.gpu.add.u32 $0, [$1], 1; }"
+    )
+    return gl.inline_asm_elementwise(assembly, "=r,l", [counter], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _drawn(ticket):
+    assembly: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
+    return gl.inline_asm_elementwise(assembly, "=r,r", [ticket], gl.int32, is_pure=False, pack=1)
+
+
 # ---- the producer ----
 
 
 @gluon.jit
 def _producer(
-    q_descriptor, k_descriptor, v_descriptor, counter,
-    q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
+    q_descriptor, k_descriptor, v_descriptor, counter, q_smem, k_smem, v_smem, barriers,
     heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k,
     CONSUMERS: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Fill the buffers: Q of one tile after the other, and units of K and V, as they become empty."""
     TILE_Q: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     HEAD_DIM: gl.constexpr = k_descriptor.block_type.shape[3]
     K_BYTES: gl.constexpr = TILE_K * HEAD_DIM * 2
     Q_BYTES: gl.constexpr = TILE_Q * HEAD_DIM * 2
-    number_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    EMPTY: gl.constexpr = STAGES
+    Q_FULL: gl.constexpr = 2 * STAGES
+    Q_EMPTY: gl.constexpr = Q_FULL + Q_SLOTS
 
     tiles = batch_heads * query_tiles
     tile = gl.program_id(0)
@@ -118,60 +256,63 @@ def _producer(
     v_batch, v_head, v_row = 0, 0, 0  # the block before: its V belongs to the next unit
     while tile < tiles:
         slot = taken % Q_SLOTS
-        mbarrier.wait(q_empty.index(slot), (taken // Q_SLOTS & 1) ^ 1)
+        _wait(Q_EMPTY + slot, (taken // Q_SLOTS & 1) ^ 1, BARRIERS_AT)
         batch, head, kv_head, first_query = _locate(
             tile, heads, kv_group, batch_heads, query_tiles, head_group, TILE_Q, CAUSAL
         )
-        # The number of the tile and its Q go to the consumers together.
-        tile_smem.index(slot).store(gl.full([1], tile, gl.int32, number_layout))
-        mbarrier.expect(q_full.index(slot), Q_BYTES)
+        blocks = _blocks(first_query, seq_len_k, TILE_Q, TILE_K, CAUSAL)
+        # What the tile is and its Q go to the consumers together.
+        _publish(slot, first_query, blocks, batch, head, Q_BYTES, STAGES, BARRIERS_AT)
         for consumer in gl.static_range(CONSUMERS):
             tma.async_copy_global_to_shared(
                 q_descriptor, [batch, head, first_query + consumer * WARPGROUP_ROWS, 0],
-                q_full.index(slot), q_smem.index(slot * CONSUMERS + consumer),
+                barriers.index(Q_FULL + slot), q_smem.index(slot * CONSUMERS + consumer),
             )  # fmt: skip
 
-        blocks = _blocks(first_query, seq_len_k, TILE_Q, TILE_K, CAUSAL)
+        # The first tile of a program is its own number, and the further ones are tickets of a counter
+        # that all programs share: late, so that whoever is ahead takes more of them, but early enough that
+        # the answer is there at the end of the tile.
+        ticket = 0
+        draw_at = gl.maximum(blocks - 3, 0)
         for i in range(blocks):
+            if i == draw_at:
+                ticket = _draw(counter)
             row = (blocks - 1 - i) * TILE_K  # from right to left: the masked block comes first
             stage = unit % STAGES
-            mbarrier.wait(empty.index(stage), (unit // STAGES & 1) ^ 1)
+            _wait(EMPTY + stage, (unit // STAGES & 1) ^ 1, BARRIERS_AT)
+            full = barriers.index(stage)
             has_v = unit > 0
-            mbarrier.expect(full.index(stage), 2 * K_BYTES, pred=has_v)
-            mbarrier.expect(full.index(stage), K_BYTES, pred=unit == 0)
+            mbarrier.expect(full, 2 * K_BYTES, pred=has_v)
+            mbarrier.expect(full, K_BYTES, pred=unit == 0)
+            tma.async_copy_global_to_shared(k_descriptor, [batch, kv_head, row, 0], full, k_smem.index(stage))
             tma.async_copy_global_to_shared(
-                k_descriptor, [batch, kv_head, row, 0], full.index(stage), k_smem.index(stage)
-            )
-            tma.async_copy_global_to_shared(
-                v_descriptor, [v_batch, v_head, v_row, 0], full.index(stage), v_smem.index(stage), pred=has_v
+                v_descriptor, [v_batch, v_head, v_row, 0], full, v_smem.index(stage), pred=has_v
             )
             v_batch, v_head, v_row = batch, kv_head, row
             unit += 1
 
         taken += 1
-        # The first tile of a program is its own number, and the further ones are tickets of a counter
-        # that all programs share. Each program draws one ticket too many, so `tiles` are drawn in all,
-        # and whoever draws the last of them leaves the counter as it was, at 0.
-        ticket = gl.atomic_add(counter, 1, sem="relaxed")
+        # Each program draws one ticket too many, so `tiles` are drawn in all, and whoever draws the last of
+        # them leaves the counter as it was, at 0.
+        ticket = _drawn(ticket)
         if ticket == tiles - 1:
             gl.store(counter, 0)
         tile = ticket + gl.num_programs(0)
 
-    # A number past the last tile ends the consumers' loop; there is no Q with it.
+    # A tile of no blocks ends the consumers' loop; there is no Q with it.
     slot = taken % Q_SLOTS
-    mbarrier.wait(q_empty.index(slot), (taken // Q_SLOTS & 1) ^ 1)
-    tile_smem.index(slot).store(gl.full([1], tiles, gl.int32, number_layout))
-    mbarrier.arrive(q_full.index(slot), count=1)
+    _wait(Q_EMPTY + slot, (taken // Q_SLOTS & 1) ^ 1, BARRIERS_AT)
+    _publish(slot, 0, 0, 0, 0, 0, STAGES, BARRIERS_AT)
     # The last unit: V alone.
     stage = unit % STAGES
-    mbarrier.wait(empty.index(stage), (unit // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(stage), K_BYTES)
+    _wait(EMPTY + stage, (unit // STAGES & 1) ^ 1, BARRIERS_AT)
+    mbarrier.expect(barriers.index(stage), K_BYTES)
     tma.async_copy_global_to_shared(
-        v_descriptor, [v_batch, v_head, v_row, 0], full.index(stage), v_smem.index(stage)
+        v_descriptor, [v_batch, v_head, v_row, 0], barriers.index(stage), v_smem.index(stage)
     )
 
 
-# ---- the consumers ----
+# ---- the online softmax ----
 
 
 @gluon.jit
@@ -184,22 +325,154 @@ def _lane_sum(p):
     return gl.sum(gl.sum(parts, 3), 1)
 
 
+@gluon.constexpr_function
+def _mask_assembly(count):
+    # In wgmma's accumulator lane l holds columns 2 * (l % 4) and the next one of every eight, of two rows:
+    # elements 4j and 4j + 1 are of the first row, 4j + 2 and 4j + 3 of the second.
+    selections = " ".join(
+        f"setp.ge.s32 seen, {('first', 'second')[i // 2 % 2]}, {8 * (i // 4) + i % 2}; "
+        f"selp.f32 ${i}, ${i}, 0fFF800000, seen;"
+        for i in range(count)
+    )
+    return (
+        "{ .reg .pred seen; .reg .b32 lane, first, second; mov.u32 lane, %laneid; and.b32 lane, lane, 3; "
+        f"shl.b32 lane, lane, 1; sub.s32 first, ${2 * count}, lane; sub.s32 second, ${2 * count + 2}, lane; "
+        f"{selections} }}"
+    )
+
+
+@gluon.constexpr_function
+def _mask_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * count)
+
+
 @gluon.jit
 def _mask(s, first_row, first_key, seq_len_k, CAUSAL: gl.constexpr):
-    """Set the scores of keys past the end to -inf, and of keys after the query with a causal mask."""
+    """Set to -inf the scores (64, TILE_K) of keys past the end, and with a causal mask of later keys."""
     layout: gl.constexpr = s.type.layout
-    rows = first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
-    keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-    last_key = gl.full([s.shape[0]], seq_len_k - 1, gl.int32, gl.SliceLayout(1, layout))
+    rows = first_row - first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
+    last = gl.full([s.shape[0]], seq_len_k - 1 - first_key, gl.int32, gl.SliceLayout(1, layout))
     if CAUSAL:
-        last_key = gl.minimum(last_key, rows)
-    return gl.where(keys[None, :] <= last_key[:, None], s, float("-inf"))
+        last = gl.minimum(last, rows)
+    # In assembly a comparison stays beside its selection. The compiler would make all comparisons first,
+    # and there are not as many predicates as that.
+    count: gl.constexpr = s.shape[1] // 2  # elements a lane
+    last, _s = gl.broadcast(last[:, None], s)
+    return gl.inline_asm_elementwise(
+        _mask_assembly(count), _mask_constraints(count), [s, last], gl.float32, is_pure=True, pack=count
+    )
 
 
 @gluon.jit
 def _row_max(s, scale):
     """Row maxima of the scaled scores, (64,); finite also where a mask leaves nothing of a row."""
     return gl.maximum(gl.max(s, 1) * scale, -3.0e38)
+
+
+@gluon.jit
+def _begin_softmax(s, scale):
+    """The first block of a tile: weights (64, TILE_K), row maxima (64,), and row sums (64, 4)."""
+    row_max = _row_max(s, scale)
+    weights = gl.exp2(s * scale - row_max[:, None])
+    return weights, row_max, _lane_sum(weights)
+
+
+@gluon.jit
+def _go_on_softmax(s, row_max, row_sum, scale, LAZY_RESCALE: gl.constexpr):
+    """A further block: weights, row maxima and sums, what O is to be multiplied with, and whether it is.
+
+    With LAZY_RESCALE the old maximum goes on serving as the exponents' reference as long as no row of the
+    warp outgrows it by more than a factor of 2^8. Numerator and denominator share the reference, so the
+    quotient does not depend on it, and fp16 holds a weight of 2^8 as well as one of 1.
+    """
+    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, s.type.layout))
+    new_max = gl.maximum(row_max, _row_max(s, scale))
+    grown = gl.full([s.shape[0]], 1, gl.int32, row_max.type.layout)
+    if LAZY_RESCALE:
+        vote: gl.constexpr = (  # 8 or more in either row of a lane
+            "{ .reg .pred a, b; setp.gt.f32 a, $2, 0f41000000; setp.gt.f32 b, $3, 0f41000000; "
+            "or.pred a, a, b; vote.sync.any.pred a, a, 0xffffffff; selp.b32 $0, 1, 0, a; mov.b32 $1, $0; }"
+        )
+        grown = gl.inline_asm_elementwise(
+            vote, "=r,=r,f,f", [new_max - row_max], gl.int32, is_pure=False, pack=2
+        )
+        new_max = gl.where(grown != 0, new_max, row_max)
+    weights = gl.exp2(s * scale - new_max[:, None])
+    rescale = gl.exp2(row_max - new_max)
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    row_sum = row_sum + gl.convert_layout(_lane_sum(weights), row_sum.type.layout)
+    return weights, new_max, row_sum, rescale, grown
+
+
+@gluon.constexpr_function
+def _rescale_assembly(count):
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    return (
+        f"{{ .reg .pred grown; setp.ne.b32 grown, ${3 * count}, 0; @!grown bra.uni same; {products} same: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescale_constraints(count):
+    tied = [str(i) for i in range(count)]
+    return ",".join(["=f"] * count + tied + ["f"] * count + ["r"] * count)
+
+
+@gluon.jit
+def _rescaled(o, rescale, grown, LAZY_RESCALE: gl.constexpr):
+    """O (64, HEAD_DIM) times rescale (64,); with LAZY_RESCALE not in a warp none of whose rows has grown."""
+    layout: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    rescale = gl.convert_layout(rescale, layout)[:, None]
+    if LAZY_RESCALE:
+        count: gl.constexpr = o.shape[1] // 2  # elements a lane
+        rescale, _o = gl.broadcast(rescale, o)
+        grown, _o = gl.broadcast(gl.convert_layout(grown, layout)[:, None], o)
+        o = gl.inline_asm_elementwise(
+            _rescale_assembly(count), _rescale_constraints(count), [o, rescale, grown], gl.float32,
+            is_pure=False, pack=count,
+        )  # fmt: skip
+    else:
+        o = o * rescale
+    return o
+
+
+# ---- P between the softmax and its product with V ----
+
+
+@gluon.constexpr_function
+def _pack_assembly(dtype):
+    # The first operand of the conversion is the upper half.
+    return f"cvt.rn.{dtype}x2.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def _pack(weights, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr, PACKED_P: gl.constexpr):
+    """The weights (64, TILE_K) rounded to the inputs' type, as the loop carries them.
+
+    With PACKED_P two neighbours in one 32-bit integer, (64, TILE_K / 2): the assembler keeps 16-bit
+    values that a loop carries in halves of registers and shuffles them in and out.
+    """
+    if PACKED_P:
+        low, high = gl.split(gl.reshape(weights, [weights.shape[0], weights.shape[1] // 2, 2]))
+        assembly: gl.constexpr = _pack_assembly("bf16" if gl.bfloat16 == DTYPE else "f16")
+        return gl.inline_asm_elementwise(assembly, "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1)
+    else:
+        return gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
+
+
+@gluon.jit
+def _unpack(p, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr, PACKED_P: gl.constexpr):
+    """P (64, TILE_K) as the left operand of a product."""
+    if PACKED_P:
+        low, high = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], (gl.int16, gl.int16), is_pure=True, pack=1
+        )
+        halves = gl.join(low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True))
+        p = gl.convert_layout(gl.reshape(halves, [p.shape[0], 2 * p.shape[1]]), P_LAYOUT)
+    return p
+
+
+# ---- taking turns ----
 
 
 @gluon.constexpr_function
@@ -220,18 +493,29 @@ def _pass_turn(CONSUMER: gl.constexpr):
     gl.inline_asm_elementwise(_turn("arrive", CONSUMER), "=r", [], gl.int32, is_pure=False, pack=1)
 
 
+# ---- the consumers ----
+
+
 @gluon.jit
 def _step(
-    q, k, v, p, o, row_max, row_sum, first_row, first_key, seq_len_k, scale, next_full, next_phase,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr,
+    q, k_smem, v_smem, p, o, row_max, row_sum, unit, first_row, first_key, seq_len_k, scale,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr, PING_PONG: gl.constexpr, LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr,
+    DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One block: its scores and weights, while O takes in the weights of the block before.
 
-    q (64, HEAD_DIM), k (HEAD_DIM, TILE_K) and v (TILE_K, HEAD_DIM) lie in shared memory, p (64, TILE_K)
-    and o (64, HEAD_DIM) in registers; row_max is (64,) and row_sum (64, 4).
+    q (64, HEAD_DIM) and the unit's K and V, (TILE_K, HEAD_DIM) each, lie in shared memory and have arrived;
+    o (64, HEAD_DIM), row_max (64,), row_sum (64, 4) and p, the P (64, TILE_K) of the block before as `_pack`
+    leaves it, are in registers. Returns these four after this block; the next unit has arrived then.
     """
-    zeros = gl.zeros([p.shape[0], p.shape[1]], gl.float32, S_LAYOUT)
+    TILE_K: gl.constexpr = k_smem.shape[3]
+    HEAD_DIM: gl.constexpr = k_smem.shape[4]
+    stage = unit % STAGES
+    k = k_smem.index(stage).reshape([TILE_K, HEAD_DIM]).permute((1, 0))
+    v = v_smem.index(stage).reshape([TILE_K, HEAD_DIM])
+    zeros = gl.zeros([WARPGROUP_ROWS, TILE_K], gl.float32, S_LAYOUT)
+    p = _unpack(p, DTYPE, P_LAYOUT, PACKED_P)
     if PING_PONG:
         _take_turn(CONSUMER)
     s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -243,130 +527,110 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s,))  # O is still under way
     if MASKED:
         s = _mask(s, first_row, first_key, seq_len_k, CAUSAL)
-    new_max = gl.maximum(row_max, _row_max(s, scale))
-    weights = gl.exp2(s * scale - new_max[:, None])
-    rescale = gl.exp2(row_max - new_max)
-    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-    row_sum = row_sum + _lane_sum(weights)
+    weights, row_max, row_sum, rescale, grown = _go_on_softmax(s, row_max, row_sum, scale, LAZY_RESCALE)
 
     # Waiting for the next unit here, and not where it is needed, keeps the exponentials above the wait
     # for O: without a branch in between the assembler moves them below it, and nothing overlaps.
-    mbarrier.wait(next_full, next_phase)
+    _wait((unit + 1) % STAGES, (unit + 1) // STAGES & 1, BARRIERS_AT)
     o = warpgroup_mma_wait(0, deps=(o,))
-    return s, weights, o, new_max, row_sum, rescale
+    _arrive(STAGES + stage, BARRIERS_AT)
+    o = _rescaled(o, rescale, grown, LAZY_RESCALE)
+    return _pack(weights, DTYPE, P_LAYOUT, PACKED_P), o, row_max, row_sum
 
 
 @gluon.jit
 def _consumer(
-    CONSUMER: gl.constexpr, o_descriptor,
-    q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
-    heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
+    CONSUMER: gl.constexpr, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
     CONSUMERS: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, KEY_TAIL: gl.constexpr, PING_PONG: gl.constexpr,
+    LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of O, those with number CONSUMER, of one tile after the other."""
-    TILE_Q: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     HEAD_DIM: gl.constexpr = o_descriptor.block_type.shape[3]
     DTYPE: gl.constexpr = o_descriptor.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     # As the left operand of a wgmma, P lies in the registers where S was: its conversion is free.
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    number_layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    # Blocks that the diagonal of a tile can cross: the first of each row of blocks.
-    DIAGONAL: gl.constexpr = (TILE_Q + TILE_K - 1) // TILE_K
+    EMPTY: gl.constexpr = STAGES
+    Q_FULL: gl.constexpr = 2 * STAGES
+    Q_EMPTY: gl.constexpr = Q_FULL + Q_SLOTS
+    MASKED: gl.constexpr = _masked_blocks(CONSUMERS * WARPGROUP_ROWS, TILE_K, CAUSAL, KEY_TAIL)
 
-    tiles = batch_heads * query_tiles
     zeros = gl.zeros([WARPGROUP_ROWS, TILE_K], gl.float32, S_LAYOUT)
-    mbarrier.wait(q_full.index(0), 0)
-    tile = gl.max(tile_smem.index(0).load(number_layout), 0)
+    _wait(Q_FULL, 0, BARRIERS_AT)
+    first_query, blocks, batch, head = _read_tile(0, STAGES, BARRIERS_AT)
     q = q_smem.index(CONSUMER).reshape([WARPGROUP_ROWS, HEAD_DIM])
-    mbarrier.wait(full.index(0), 0)
+    _wait(0, 0, BARRIERS_AT)
     k = k_smem.index(0).reshape([TILE_K, HEAD_DIM]).permute((1, 0))
     s = warpgroup_mma_wait(0, deps=(warpgroup_mma(q, k, zeros, use_acc=False, is_async=True),))
-    mbarrier.arrive(empty.index(0), count=1)
-    mbarrier.wait(full.index(1 % STAGES), 1 // STAGES & 1)
+    _arrive(EMPTY, BARRIERS_AT)
+    _wait(1 % STAGES, 1 // STAGES & 1, BARRIERS_AT)
 
     if PING_PONG and CONSUMER == CONSUMERS - 1:
         _pass_turn(0)  # consumer 0 has the first turn
     taken = 0
     unit = 1  # it is full, and its K and V are the next to be multiplied
-    while tile < tiles:
-        batch, head, _kv_head, first_query = _locate(
-            tile, heads, kv_group, batch_heads, query_tiles, head_group, TILE_Q, CAUSAL
-        )
-        blocks = _blocks(first_query, seq_len_k, TILE_Q, TILE_K, CAUSAL)
+    while blocks > 0:
         first_row = first_query + CONSUMER * WARPGROUP_ROWS
         slot = taken % Q_SLOTS
         q_tile = q_smem.index(slot * CONSUMERS + CONSUMER)
         q = q_tile.reshape([WARPGROUP_ROWS, HEAD_DIM])
+        masked = gl.minimum(blocks, MASKED)
 
         # The scores of the last block are there already: the first step of the online softmax.
-        if CAUSAL or KEY_TAIL:
+        if MASKED > 0:
             s = _mask(s, first_row, (blocks - 1) * TILE_K, seq_len_k, CAUSAL)
-        row_max = _row_max(s, scale)
-        weights = gl.exp2(s * scale - row_max[:, None])
-        row_sum = _lane_sum(weights)
-        p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
+        weights, row_max, row_sum = _begin_softmax(s, scale)
+        p = _pack(weights, DTYPE, P_LAYOUT, PACKED_P)
         o = gl.zeros([WARPGROUP_ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
-
-        masked = 1
-        if CAUSAL and DIAGONAL > 1:
-            masked = gl.minimum(blocks, DIAGONAL)
-            for i in range(1, masked):
-                stage = unit % STAGES
-                k = k_smem.index(stage).reshape([TILE_K, HEAD_DIM]).permute((1, 0))
-                v = v_smem.index(stage).reshape([TILE_K, HEAD_DIM])
-                s, weights, o, row_max, row_sum, rescale = _step(
-                    q, k, v, p, o, row_max, row_sum, first_row, (blocks - 1 - i) * TILE_K, seq_len_k, scale,
-                    full.index((unit + 1) % STAGES), (unit + 1) // STAGES & 1,
-                    CONSUMER, CONSUMERS, PING_PONG, True, CAUSAL, S_LAYOUT,
+        done = 1  # blocks of this tile
+        if MASKED > 1:
+            for i in range(done, masked):
+                p, o, row_max, row_sum = _step(
+                    q, k_smem, v_smem, p, o, row_max, row_sum, unit,
+                    first_row, (blocks - 1 - i) * TILE_K, seq_len_k, scale,
+                    CONSUMER, CONSUMERS, STAGES, CAUSAL, True, PING_PONG, LAZY_RESCALE, PACKED_P,
+                    DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
                 )  # fmt: skip
-                mbarrier.arrive(empty.index(stage), count=1)
-                o = o * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
                 unit += 1
-        for _i in range(masked, blocks):
-            stage = unit % STAGES
-            k = k_smem.index(stage).reshape([TILE_K, HEAD_DIM]).permute((1, 0))
-            v = v_smem.index(stage).reshape([TILE_K, HEAD_DIM])
-            s, weights, o, row_max, row_sum, rescale = _step(
-                q, k, v, p, o, row_max, row_sum, first_row, 0, seq_len_k, scale,
-                full.index((unit + 1) % STAGES), (unit + 1) // STAGES & 1,
-                CONSUMER, CONSUMERS, PING_PONG, False, CAUSAL, S_LAYOUT,
+            done = gl.maximum(done, masked)
+        for _i in range(done, blocks):
+            p, o, row_max, row_sum = _step(
+                q, k_smem, v_smem, p, o, row_max, row_sum, unit, first_row, 0, seq_len_k, scale,
+                CONSUMER, CONSUMERS, STAGES, CAUSAL, False, PING_PONG, LAZY_RESCALE, PACKED_P,
+                DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
             )  # fmt: skip
-            mbarrier.arrive(empty.index(stage), count=1)
-            o = o * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
-            p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
             unit += 1
 
         # The border of two tiles: this tile's last V and the next tile's first K lie in one unit. After
         # the last tile there is no next one; its K, and then Q, are whatever is left in the buffers.
         stage = unit % STAGES
         v = v_smem.index(stage).reshape([TILE_K, HEAD_DIM])
-        o = warpgroup_mma(p, v, o, is_async=True)
+        o = warpgroup_mma(_unpack(p, DTYPE, P_LAYOUT, PACKED_P), v, o, is_async=True)
         taken += 1
         next_slot = taken % Q_SLOTS
-        mbarrier.wait(q_full.index(next_slot), taken // Q_SLOTS & 1)
-        tile = gl.max(tile_smem.index(next_slot).load(number_layout), 0)
+        this_batch, this_head = batch, head
+        _wait(Q_FULL + next_slot, taken // Q_SLOTS & 1, BARRIERS_AT)
+        first_query, blocks, batch, head = _read_tile(next_slot, STAGES, BARRIERS_AT)
         q = q_smem.index(next_slot * CONSUMERS + CONSUMER).reshape([WARPGROUP_ROWS, HEAD_DIM])
         k = k_smem.index(stage).reshape([TILE_K, HEAD_DIM]).permute((1, 0))
         s_next = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
 
         # O leaves through the buffer of this tile's Q, which nobody reads any more.
+        reciprocal = gl.convert_layout(1.0 / gl.sum(row_sum, 1), gl.SliceLayout(1, O_LAYOUT))
         o = warpgroup_mma_wait(1, deps=(o,))
-        total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, O_LAYOUT))
-        o = o * (1.0 / total)[:, None]
+        o = o * reciprocal[:, None]
         q_tile.reshape([WARPGROUP_ROWS, HEAD_DIM]).store(o.to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_descriptor, [batch, head, first_row, 0], q_tile)
+        tma.async_copy_shared_to_global(o_descriptor, [this_batch, this_head, first_row, 0], q_tile)
         s = warpgroup_mma_wait(0, deps=(s_next,))
-        mbarrier.arrive(empty.index(stage), count=1)
+        _arrive(EMPTY + stage, BARRIERS_AT)
         unit += 1
         tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(slot), count=1)
-        if tile < tiles:
-            mbarrier.wait(full.index(unit % STAGES), unit // STAGES & 1)
+        _arrive(Q_EMPTY + slot, BARRIERS_AT)
+        if blocks > 0:
+            _wait(unit % STAGES, unit // STAGES & 1, BARRIERS_AT)
 
 
 # ---- the kernel ----
@@ -381,41 +645,42 @@ def _attention_forward(
     heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
     CONSUMERS: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, KEY_TAIL: gl.constexpr, PING_PONG: gl.constexpr,
+    LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr,
 ):  # fmt: skip
     """Allocate shared memory and barriers, and send the warps to their partitions."""
     HEAD_DIM: gl.constexpr = k_descriptor.block_type.shape[3]
     DTYPE: gl.constexpr = k_descriptor.dtype
+    BARRIERS_AT: gl.constexpr = _barriers_at(HEAD_DIM, CONSUMERS, TILE_K, STAGES)
     q_smem = gl.allocate_shared_memory(
         DTYPE, [Q_SLOTS * CONSUMERS, 1, 1, WARPGROUP_ROWS, HEAD_DIM], q_descriptor.layout
     )
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, TILE_K, HEAD_DIM], k_descriptor.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, TILE_K, HEAD_DIM], v_descriptor.layout)
-    tile_smem = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(Q_SLOTS):
-        mbarrier.init(q_full.index(slot), count=1)
-        mbarrier.init(q_empty.index(slot), count=CONSUMERS)
+    barriers = gl.allocate_shared_memory(gl.int64, [CONTROL_WORDS, 1], mbarrier.MBarrierLayout())
+    # full and q_full count the producer, empty and q_empty the consumers' warps.
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
+        mbarrier.init(barriers.index(stage), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(STAGES + stage), count=4 * CONSUMERS)
+    for slot in gl.static_range(Q_SLOTS):
+        mbarrier.init(barriers.index(2 * STAGES + slot), count=1)
+    for slot in gl.static_range(Q_SLOTS):
+        mbarrier.init(barriers.index(2 * STAGES + Q_SLOTS + slot), count=4 * CONSUMERS)
 
     # setmaxnreg moves registers from the producer, which needs few, to the consumers.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, o_descriptor, q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
-                             heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
-                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG)),
-                (_consumer, (1, o_descriptor, q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
-                             heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
-                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG)),
+                (_consumer, (0, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
+                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
+                             BARRIERS_AT)),
+                (_consumer, (1, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
+                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
+                             BARRIERS_AT)),
                 (_producer, (q_descriptor, k_descriptor, v_descriptor, counter,
-                             q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
+                             q_smem, k_smem, v_smem, barriers,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k,
-                             CONSUMERS, TILE_K, STAGES, CAUSAL)),
+                             CONSUMERS, TILE_K, STAGES, CAUSAL, BARRIERS_AT)),
             ],
             [4, 1],
             [240, 24],
@@ -424,19 +689,19 @@ def _attention_forward(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (_consumer, (0, o_descriptor, q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
-                             heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
-                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG)),
-                (_consumer, (1, o_descriptor, q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
-                             heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
-                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG)),
-                (_consumer, (2, o_descriptor, q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
-                             heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
-                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG)),
+                (_consumer, (0, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
+                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
+                             BARRIERS_AT)),
+                (_consumer, (1, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
+                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
+                             BARRIERS_AT)),
+                (_consumer, (2, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
+                             CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
+                             BARRIERS_AT)),
                 (_producer, (q_descriptor, k_descriptor, v_descriptor, counter,
-                             q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, full, empty,
+                             q_smem, k_smem, v_smem, barriers,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k,
-                             CONSUMERS, TILE_K, STAGES, CAUSAL)),
+                             CONSUMERS, TILE_K, STAGES, CAUSAL, BARRIERS_AT)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -447,7 +712,7 @@ def _attention_forward(
 
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (64, 128)
-OPTIONS = ("consumers", "tile_k", "stages", "ping_pong")
+OPTIONS = ("consumers", "tile_k", "stages", "ping_pong", "lazy_rescale", "packed_p")
 # Registers a thread at the launch, by the number of consumers: 65,536 for all warps, rounded as setmaxnreg
 # wants them.
 MAX_REGISTERS = {2: 168, 3: 128}
@@ -467,6 +732,8 @@ def attention(
     tile_k: int | None = None,
     stages: int | None = None,
     ping_pong: bool | None = None,
+    lazy_rescale: bool | None = None,
+    packed_p: bool | None = None,
 ) -> torch.Tensor:
     """softmax(scale * Q K^T) V on a Hopper GPU, forward only.
 
@@ -481,34 +748,31 @@ def attention(
 
     The launch: consumers warpgroups of 64 query rows each (2 or 3), tile_k keys a block, and stages units
     of K and V in shared memory (2 at least); with ping_pong the consumers take turns at the tensor cores,
-    so that one's softmax runs beside another's products. Give all four, or none for the first of
-    `candidates`.
+    so that one's softmax runs beside another's products; with lazy_rescale O is rescaled only when a row's
+    maximum has grown much; with packed_p the weights go from block to block as pairs. Give all six, or none
+    for the first of `candidates`.
 
     Raises ValueError for a bad argument (see `check_inputs`), for tensors that are not on a GPU of compute
-    capability 9.0, for another head_dim, and for an incomplete or impossible set of launch options.
+    capability 9.0, for another head_dim, and for an incomplete or impossible set of launch options; and
+    RuntimeError where Triton has compiled the kernel in a way that it was not written for.
     """
-    check_inputs(q, k, v, scale=scale, forward_only=True)
-    head_dim, seq_len_k = q.shape[3], k.shape[2]
-    if _compute_capability(q.device) != (9, 0):
-        raise ValueError(f"q is on {q.device}: expected a GPU of compute capability 9.0 (Hopper)")
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"q has head_dim {head_dim}: expected 64 or 128")
-    options: dict[str, Any] = {
-        "consumers": consumers,
-        "tile_k": tile_k,
-        "stages": stages,
-        "ping_pong": ping_pong,
-    }
-    if all(value is None for value in options.values()):
-        options = _candidates(head_dim, bool(causal), seq_len_k)[0]
-    _check_options(options, head_dim)
-
+    options = (consumers, tile_k, stages, ping_pong, lazy_rescale, packed_p)
+    # What decides a call is looked up, checked and planned once.
+    key = _call_key(q, k, v, causal, scale, options)
+    plan = None if key is None else _plans.get(key)
+    if plan is None:
+        plan = _plan(q, k, v, causal, scale, options)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
     output = torch.empty_like(q)
-    if not output.numel() or not seq_len_k:
+    if plan.nothing:
         return output.zero_()
-    scale = head_dim**-0.5 if scale is None else scale
-    with _current(q.device):
-        _launch(q, k, v, output, bool(causal), scale, options)
+    if _current_device() == plan.device.index:
+        plan.launch(q, k, v, output)
+    else:
+        with torch.cuda.device(plan.device):  # Triton launches on the current one
+            plan.launch(q, k, v, output)
     return output
 
 
@@ -580,114 +844,213 @@ def compile_units(problem: Any, options: Mapping[str, Any], target: Any) -> list
     return [CompileUnit(_attention_forward, signature, constants, aligned, _launch_options(options))]
 
 
-def _launch(
+def check_layout(compiled: Any) -> None:
+    """Check that a compiled kernel's barriers lie in shared memory where its assembly looks for them.
+
+    compiled is Triton's CompiledKernel. Raises RuntimeError where they do not, or where that cannot be told.
+    """
+    text = compiled.asm["llir"]
+    assumed = {int(offset) for offset in re.findall(r"add\.s32 barrier, barrier, (\d+);", text)}
+    initialised = [
+        int(offset)
+        for offset in re.findall(
+            r"mbarrier\.init[^\n]*getelementptr [\w ]*\(i8, ptr addrspace\(3\) @global_smem, i32 (\d+)\)",
+            text,
+        )
+    ]
+    count = len(re.findall(r"mbarrier\.init", text))
+    if len(assumed) != 1 or not count or sorted(initialised) != [min(assumed) + 8 * i for i in range(count)]:
+        raise RuntimeError(
+            f"Triton {triton.__version__} lays out shared memory otherwise than gluon_hopper.py assumes: its "
+            f"{count} barriers were expected one after the other from byte {sorted(assumed)} on and are "
+            f"at {sorted(initialised)}; expected Triton 3.6 or 3.7"
+        )
+
+
+# ---- launches ----
+
+
+def _call_key(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    output: torch.Tensor,
     causal: bool,
-    scale: float,
-    options: Mapping[str, Any],
-) -> None:
-    """Launch the kernel on the current stream; a call like an earlier one takes a short cut.
-
-    Triton's launcher takes about 100 us to bind arguments and encode TMA descriptors, and all of that
-    depends on nothing but the key below. So its result is kept: a call then takes about 35 us.
-    """
-    device = q.device
-    counter = _counter(device)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    key = (
-        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), counter.data_ptr()),
-        *(q.shape, k.shape, q.stride(), k.stride(), v.stride(), output.stride(), q.dtype),
-        *(causal, scale, *options.values(), device.index, stream),
-    )
-    launch = _launches.get(key)
-    if launch is not None and not _hooks():
-        launch()
-        return
-
-    tensors = (q, k, v)
-    if scale <= 0:
-        # The kernel multiplies row maxima by the scale, which only a positive one commutes with.
-        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
-    q, k, v = _readable(q), _readable(k), _readable(v)
-    in_place = all(a is b for a, b in zip((q, k, v), tensors, strict=True))
-    batch, heads, seq_len_q, head_dim = q.shape
-    kv_group, seq_len_k = heads // k.shape[1], k.shape[2]
-    query_tiles = triton.cdiv(seq_len_q, options["consumers"] * WARPGROUP_ROWS.value)
-    programs = min(batch * heads * query_tiles, _multiprocessors(device))
-    descriptors = (
-        _descriptor(q, WARPGROUP_ROWS.value),
-        _descriptor(k, options["tile_k"]),
-        _descriptor(v, options["tile_k"]),
-        _descriptor(output, WARPGROUP_ROWS.value),
-    )
-    head_group = _head_group(kv_group, seq_len_k, head_dim)
-    scalars = (heads, kv_group, batch * heads, query_tiles, head_group, seq_len_k, scale * LOG2_E)
-    constants = _constants(options, seq_len_k, causal)
-    compiled = _attention_forward[(programs,)](
-        *descriptors,
-        counter,
-        *scalars,
-        **constants,
-        **_launch_options(options),
-    )
-    # While a graph is captured the counter is new in every call.
-    if in_place and not _hooks() and not torch.cuda.is_current_stream_capturing():
-        launch = _short_cut(
-            compiled, programs, stream, descriptors, (counter.data_ptr(), *scalars, *constants.values())
+    scale: float | None,
+    options: tuple[Any, ...],
+) -> tuple[Any, ...] | None:
+    """All that decides how a call is checked and planned; None where an argument is not even a tensor."""
+    try:
+        key = (
+            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
+            *(q.device, k.device, v.device, causal, scale, type(scale), options),
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         )
-        if launch is not None:
-            if len(_launches) >= MAX_LAUNCHES:
-                _launches.clear()
-            _launches[key] = launch
+        hash(key)
+    except (AttributeError, TypeError):
+        return None
+    return key
 
 
-_launches: dict[tuple[Any, ...], Callable[[], object]] = {}
-MAX_LAUNCHES = 1024
+MAX_PLANS = 1024
+MAX_LAUNCHES = 1024  # of one plan
 
 
-def _hooks() -> bool:
-    """Whether somebody, a profiler say, asks to be told of launches, which the short cut does not do."""
-    runtime = triton.knobs.runtime
-    return any(
-        hook is not None and getattr(hook, "calls", True)
-        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook)
-    )
+class _Plan:
+    """How calls of one shape, layout, device and set of options are launched.
+
+    Triton's launcher takes about 100 us to bind arguments and encode TMA descriptors, and all of that depends
+    on nothing but the plan, the tensors' addresses and the stream. So what it comes to is kept for these,
+    as one call of Triton's C function. Not kept: calls whose inputs are copied or changed first, whose copies
+    lie anywhere; calls in a graph's capture, each of which has a counter of its own; calls that somebody,
+    a profiler say, hooks into; and all calls where Triton is built otherwise.
+    """
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, options: Mapping[str, Any]
+    ) -> None:
+        batch, heads, seq_len_q, head_dim = q.shape
+        kv_group, seq_len_k = heads // k.shape[1], k.shape[2]
+        self.device = q.device
+        self.nothing = not q.numel() or not seq_len_k
+        self._tile_k = options["tile_k"]
+        # The kernel multiplies row maxima by the scale, which only a positive one commutes with.
+        self._factor = 1 if scale > 0 else -1 if scale < 0 else 0  # of q
+        query_tiles = triton.cdiv(seq_len_q, options["consumers"] * WARPGROUP_ROWS.value)
+        head_group = min(batch * heads, _head_group(kv_group, seq_len_k, head_dim)) if seq_len_k else 1
+        self._scalars = (
+            *(heads, kv_group, batch * heads, query_tiles, head_group, seq_len_k),
+            (abs(scale) or 1.0) * LOG2_E,
+        )
+        self._grid = (min(batch * heads * query_tiles, _multiprocessors(q.device)), 1, 1)
+        self._constants = _constants(options, seq_len_k, causal)
+        self._options = _launch_options(options)
+        self._compiled: Any = None
+        self._launches: dict[tuple[int, ...], Callable[[], object]] = {}
+
+    def launch(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor) -> None:
+        """Launch on the current stream of the plan's device, which is the current one."""
+        stream = _current_stream(self.device.index)
+        key = (q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), stream)
+        if _is_capturing() or _is_hooked():
+            self._prepare(q, k, v, output, stream, None)()
+            return
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._prepare(q, k, v, output, stream, key)
+        launch()
+
+    def _prepare(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        stream: int,
+        key: tuple[int, ...] | None,
+    ) -> Callable[[], object]:
+        """A launch for these tensors; kept under the key if there is one and it may be used again."""
+        tensors = (q, k, v)
+        if self._factor != 1:
+            q = -q if self._factor else torch.zeros_like(q)
+        q, k, v = _readable(q), _readable(k), _readable(v)
+        counter = _counter(self.device, stream)
+        rest = (*self._scalars, *self._constants.values())
+        descriptors = (
+            _descriptor(q, WARPGROUP_ROWS.value),
+            _descriptor(k, self._tile_k),
+            _descriptor(v, self._tile_k),
+            _descriptor(output, WARPGROUP_ROWS.value),
+        )
+        if self._compiled is None:
+            compiled = _attention_forward.warmup(
+                *descriptors, counter, *self._scalars, **self._constants, **self._options, grid=self._grid
+            )
+            check_layout(compiled)
+            self._compiled = compiled
+        if key is not None and all(a is b for a, b in zip((q, k, v), tensors, strict=True)):
+            launch = _short_cut(self._compiled, self._grid, stream, (*descriptors, counter.data_ptr(), *rest))
+            if launch is not None:
+                if len(self._launches) >= MAX_LAUNCHES:
+                    self._launches.clear()
+                self._launches[key] = launch
+                return launch
+        return functools.partial(self._compiled[self._grid], *descriptors, counter, *rest)
+
+
+_plans: dict[Any, _Plan] = {}
+
+
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+    given: tuple[Any, ...],
+) -> _Plan:
+    check_inputs(q, k, v, scale=scale, forward_only=True)
+    head_dim = q.shape[3]
+    if _compute_capability(q.device) != (9, 0):
+        raise ValueError(f"q is on {q.device}: expected a GPU of compute capability 9.0 (Hopper)")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"q has head_dim {head_dim}: expected 64 or 128")
+    options = dict(zip(OPTIONS, given, strict=True))
+    if all(value is None for value in given):
+        options = _candidates(head_dim, bool(causal), k.shape[2])[0]
+    _check_options(options, head_dim)
+    return _Plan(q, k, bool(causal), head_dim**-0.5 if scale is None else scale, options)
 
 
 def _short_cut(
-    compiled: Any,
-    programs: int,
-    stream: int,
-    descriptors: tuple[TensorDescriptor, ...],
-    rest: tuple[Any, ...],
+    compiled: Any, grid: tuple[int, int, int], stream: int, arguments: tuple[Any, ...]
 ) -> Callable[[], object] | None:
-    """The same launch again, as a call of Triton's C function; None where Triton is built otherwise.
+    """The call of Triton's C function that a launch with these arguments comes down to; None if unknown.
 
-    Triton 3.6 keeps the C function in a closure that encodes the descriptors before each call.
+    Triton's launcher is an object, whose `launch` is a closure that encodes the descriptors and then calls
+    the C function, `launcher`. A twin of both, whose `launcher` only writes down what it is called with,
+    finds that out.
     """
+    found: list[tuple[Any, ...]] = []
+
+    def write_down(*call: Any) -> None:
+        found.append(call)
+
     try:
         run = compiled.run
-        inside = inspect.getclosurevars(run.launch).nonlocals
-        encode = inspect.getclosurevars(run.launch).globals["make_tensordesc_arg"]
         if run.global_scratch_size or run.profile_scratch_size:
-            return None
-        encoded = [
-            value
-            for descriptor, meta in zip(descriptors, inside["tensordesc_meta"], strict=True)
-            for value in encode(descriptor, meta)
-        ]
-        return functools.partial(
-            inside["launcher"],
-            *(programs, 1, 1, stream, compiled.function, run.launch_cooperative_grid, run.launch_pdl),
-            *(None, None, compiled.packed_metadata, None, None, None),
-            *encoded,
-            *rest,
+            return None  # memory that each launch allocates anew
+        closure = dict(zip(run.launch.__code__.co_freevars, run.launch.__closure__, strict=True))
+        launcher = closure["launcher"].cell_contents
+        closure["launcher"] = types.CellType(write_down)
+        twin = copy(run)
+        twin.launch = types.FunctionType(
+            run.launch.__code__, run.launch.__globals__, closure=tuple(closure.values())
         )
+        twin(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        [call] = found
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
+    return functools.partial(launcher, *call)
+
+
+def _is_hooked() -> bool:
+    """Whether somebody, a profiler say, asks Triton to be told of launches."""
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(
+        (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+    )
+
+
+_runtime = triton.knobs.runtime
+# PyTorch's own functions, without the checks around them; a build without CUDA has none.
+_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 
 def _constants(options: Mapping[str, Any], seq_len_k: int, causal: bool) -> dict[str, Any]:
@@ -698,6 +1061,8 @@ def _constants(options: Mapping[str, Any], seq_len_k: int, causal: bool) -> dict
         "CAUSAL": bool(causal),
         "KEY_TAIL": seq_len_k % options["tile_k"] != 0,
         "PING_PONG": bool(options["ping_pong"]),
+        "LAZY_RESCALE": bool(options["lazy_rescale"]),
+        "PACKED_P": bool(options["packed_p"]),
     }
 
 
@@ -707,16 +1072,21 @@ def _launch_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _candidates(head_dim: int, causal: bool, seq_len_k: int) -> list[dict[str, Any]]:
-    # The first was ahead on an H200, in bf16 at 16,384 tokens. Turns are within the noise of two runs.
+    # The order is an H200's, in bf16 at 16,384 tokens; neighbours are within the noise of two runs.
     two = {"consumers": 2, "tile_k": 128, "stages": {64: 4, 128: 2}[head_dim]}
     three = {"consumers": 3, "tile_k": 128, "stages": 3}
-    shapes = [two]
-    if head_dim == 64:
-        shapes = [two, three] if causal and seq_len_k <= 4096 else [three, two]
-        ping_pong = not causal and seq_len_k > 4096
-    else:
-        ping_pong = causal and seq_len_k >= 2048
-    return [{**shape, "ping_pong": turns} for turns in (ping_pong, not ping_pong) for shape in shapes]
+    plain = {"ping_pong": False, "lazy_rescale": False, "packed_p": False}
+    lazy = {**plain, "lazy_rescale": True}
+    packed = {**lazy, "packed_p": True}
+    turns = {**packed, "ping_pong": True}
+    if head_dim == 128:
+        variants = [plain, lazy] if causal else [packed, turns, lazy]
+        return [{**two, **variant} for variant in variants]
+    if not causal:
+        return [{**three, **variant} for variant in (plain, packed, turns)]
+    short = [{**two, **plain}, {**two, **lazy}]
+    long = [{**three, **packed}, {**three, **lazy}]
+    return short + long if seq_len_k <= 2048 else long + short
 
 
 def _check_options(options: Mapping[str, Any], head_dim: int) -> None:
@@ -735,9 +1105,8 @@ def _check_options(options: Mapping[str, Any], head_dim: int) -> None:
         raise ValueError(f"tile_k is {options['tile_k']}: expected 64 or 128")
     if options["stages"] < 2:
         raise ValueError(f"stages is {options['stages']}: expected 2 at least")
-    rows = Q_SLOTS.value * options["consumers"] * WARPGROUP_ROWS.value
-    needed = 2 * head_dim * (rows + 2 * options["stages"] * options["tile_k"])
-    if needed + 1024 > SHARED_MEMORY_BYTES:
+    needed = _barriers_at(head_dim, options["consumers"], options["tile_k"], options["stages"])
+    if needed + 8 * CONTROL_WORDS.value + 512 > SHARED_MEMORY_BYTES:
         raise ValueError(
             f"stages is {options['stages']}: the buffers would take {needed} bytes of shared memory"
         )
@@ -776,28 +1145,21 @@ def _shared_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
-_counters: dict[tuple[int, int], torch.Tensor] = {}
+_counters: dict[tuple[int | None, int], torch.Tensor] = {}
 
 
-def _counter(device: torch.device) -> torch.Tensor:
+def _counter(device: torch.device, stream: int) -> torch.Tensor:
     """A counter that holds 0 whenever no call is under way: one for each stream, or for a captured call.
 
     Calls of one stream follow each other. A captured call may be replayed beside anything, so it has its
     own, zeroed by the graph.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if _is_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    key = (device.index, stream)
     if key not in _counters:
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        _counters.setdefault(key, torch.zeros(1, dtype=torch.int32, device=device))
     return _counters[key]
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make the device the current one, on which Triton launches; free of charge when it is already."""
-    if device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
 
 
 @functools.cache

@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import subprocess
@@ -27,12 +28,14 @@ def problem(head_dim=64, causal=False, **changes):
     return SimpleNamespace(head_dim=head_dim, causal=causal, **{**values, **changes})
 
 
-def every_candidate():
+def every_candidate(causal=None):
+    """(head_dim, options), each once, of the problems with this mask or of all."""
     found = []
-    for head_dim in (64, 128):
-        for option in gluon_hopper.candidates(problem(head_dim), HOPPER):
-            found.append((head_dim, option))  # noqa: PERF401
-    return found
+    for head_dim, mask, seq_len in itertools.product((64, 128), (False, True), (1024, 4096)):
+        if causal in (None, mask):
+            cell = problem(head_dim, mask, seq_len_q=seq_len, seq_len_k=seq_len)
+            found += [(head_dim, option) for option in gluon_hopper.candidates(cell, HOPPER)]
+    return [pair for index, pair in enumerate(found) if pair not in found[:index]]
 
 
 # ---- what needs no GPU ----
@@ -53,24 +56,25 @@ def test_tensors_elsewhere_are_refused():
         attention(*(torch.zeros(1, 1, 4, 64, dtype=torch.float16) for _ in range(3)), causal=False)
 
 
+GOOD = {
+    **{"consumers": 2, "tile_k": 128, "stages": 2},
+    **{"ping_pong": False, "lazy_rescale": False, "packed_p": False},
+}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
             {"consumers": 2},
-            "tile_k is None: expected a number; give all of consumers, tile_k, stages, ping_pong",
+            "tile_k is None: expected a number; give all of "
+            "consumers, tile_k, stages, ping_pong, lazy_rescale, packed_p",
         ),
-        ({"consumers": 4, "tile_k": 128, "stages": 2, "ping_pong": False}, "consumers is 4"),
-        ({"consumers": 2, "tile_k": 96, "stages": 2, "ping_pong": False}, "tile_k is 96"),
-        (
-            {"consumers": 2, "tile_k": 128, "stages": 1, "ping_pong": False},
-            "stages is 1: expected 2 at least",
-        ),
-        ({"consumers": 2, "tile_k": 128, "stages": 9, "ping_pong": False}, "bytes of shared memory"),
-        (
-            {"consumers": 2, "tile_k": 128, "stages": 2, "ping_pong": False, "speed": 1},
-            "speed is not a launch option",
-        ),
+        ({**GOOD, "consumers": 4}, "consumers is 4"),
+        ({**GOOD, "tile_k": 96}, "tile_k is 96"),
+        ({**GOOD, "stages": 1}, "stages is 1: expected 2 at least"),
+        ({**GOOD, "stages": 9}, "bytes of shared memory"),
+        ({**GOOD, "speed": 1}, "speed is not a launch option"),
     ],
 )
 def test_launch_options_are_given_together_and_make_sense(options, message):
@@ -120,53 +124,94 @@ def test_the_memory_law_counts_the_tensors_alone():
     assert gluon_hopper.memory_law(problem(kv_heads=2)) == 2 * (2 * 4 * 512 * 64 + 2 * 2 * 512 * 64)
 
 
+# Compiles one option set after the other for sm_90, and says what the compiler and the assembler made of it.
 COMPILE = """
-import json, os, re, subprocess, sys, tempfile
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
 from types import SimpleNamespace
 import triton
 from harness.plugin import compile_unit
 from harness.target import Target
 from kernels import gluon_hopper
 
-cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+tools = Path(triton.__file__).parent / "backends/nvidia/bin"
 hopper = Target("cuda", "Hopper", (9, 0))
 for head_dim, causal, dtype, options in json.loads(sys.argv[1]):
     problem = SimpleNamespace(head_dim=head_dim, causal=causal, dtype=dtype, seq_len_k=1000)
     [unit] = gluon_hopper.compile_units(problem, options, hopper)
     compiled = compile_unit(unit, hopper)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        usage = subprocess.run([cuobjdump, "-res-usage", cubin.name], capture_output=True, text=True)
+    gluon_hopper.check_layout(compiled)
+    moved = dict(compiled.asm)
+    offset = re.search(r"global_smem, i32 (\\d+)", re.search("mbarrier.init.*", moved["llir"])[0])[1]
+    moved["llir"] = moved["llir"].replace(f"@global_smem, i32 {offset})", "@global_smem, i32 64)")
+    try:
+        gluon_hopper.check_layout(SimpleNamespace(asm=moved))
+        refusal = None
+    except RuntimeError as fault:
+        refusal = str(fault)
+    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as ptx:
+        ptx.write(compiled.asm["ptx"])
+        ptx.flush()
+        command = [tools / "ptxas", "-v", "--gpu-name=sm_90a", ptx.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True)
+    said = said.stdout + said.stderr
+    sizes = r"(\\d+) bytes stack frame, (\\d+) bytes spill stores, (\\d+) bytes spill loads"
+    spills = re.search(sizes, said)
     print(json.dumps({
-        "stack": int(re.findall(r"STACK:(\\d+)", usage.stdout + usage.stderr)[-1]),
+        "refusal": refusal,
+        "offset": int(offset),
+        "spills": [int(count) for count in spills.groups()],
+        "warnings": re.findall("C75.*", said),  # of wgmma instructions that are serialized
         "shared": compiled.metadata.shared,
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
         "tma": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
     }))
-""".replace("\\\\", "\\")
+"""
 
 
-@pytest.mark.slow
-def test_every_candidate_compiles_for_hopper_within_its_shared_memory_and_hardly_spills(tmp_path):
-    cells = [[d, causal, "bf16", option] for d, option in every_candidate() for causal in (False, True)]
+@pytest.fixture(scope="module")
+def compiled_candidates(tmp_path_factory):
+    cells = [
+        [head_dim, causal, "bf16", option]
+        for causal in (False, True)
+        for head_dim, option in every_candidate(causal)
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, json.dumps(cells)],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == len(cells)
-    for row in rows:
+    return list(zip(cells, rows, strict=True))
+
+
+@pytest.mark.slow
+def test_every_candidate_compiles_for_hopper_within_its_shared_memory_and_without_spills(compiled_candidates):
+    for cell, row in compiled_candidates:
         assert row["wgmma"] > 0
         assert row["tma"] > 0
-        assert row["stack"] <= 64, row
-        assert row["shared"] <= SHARED_MEMORY_BYTES, row
+        assert row["spills"] == [0, 0, 0], (cell, row)
+        assert row["warnings"] == [], (cell, row)
+        assert row["shared"] <= SHARED_MEMORY_BYTES, (cell, row)
+
+
+@pytest.mark.slow
+def test_the_barriers_of_every_candidate_lie_where_its_assembly_looks_for_them(compiled_candidates):
+    for (head_dim, _, _, options), row in compiled_candidates:
+        shape = (options["consumers"], options["tile_k"], options["stages"])
+        assert row["offset"] == gluon_hopper._barriers_at(head_dim, *shape)
+
+
+@pytest.mark.slow
+def test_barriers_that_lie_elsewhere_are_refused(compiled_candidates):
+    for _, row in compiled_candidates:
+        assert "lays out shared memory otherwise" in row["refusal"]
 
 
 # ---- what needs a Hopper GPU ----
