@@ -211,7 +211,7 @@ class _Measured:
         """What the record says of its code, by columns."""
         changed = sorted(self.changes)
         if "stale" in self.record.marks and not changed:
-            changed = ["launch options (tuning has others today)"]
+            changed = ["launch options (not those of the tuning in its folder)"]
         return {
             f"{prefix}_kernel_digest": self.record.spec.get("source", {}).get("kernel"),
             f"{prefix}_harness_digest": self.record.spec.get("source", {}).get("harness"),

@@ -184,6 +184,7 @@ def found(tmp_path_factory):
         of("triton", {1024}, OLD),
         of("naive", {512}, OLD),
         of("sdpa", {8192}, only(TIMING, impossible)),
+        of("triton", {512}, only(TIMING, tuned)),
     )
     of_a100 = one_after_the_other(
         of("triton", {1024}, OLD),  # the same as on the H200
@@ -202,6 +203,7 @@ def found(tmp_path_factory):
     measured(results, CPU_KEY, slower=2000)
     longer = results / A100_KEY / "timing" / "article" / "naive" / "99999.json"
     shutil.copy(longer.with_name("512.json"), longer)
+    (results / A100_KEY / "timing" / "llm" / "sdpa" / "4096.json").write_text("{")
     return collect(checked(collect=[str(results)]), ROOT)
 
 
@@ -216,6 +218,11 @@ def figures(found):
 
 def impossible(record: Record) -> Record:
     return replace(record, values={**record.values, "latency_ms": 1e-6})
+
+
+def tuned(record: Record) -> Record:
+    """A record with launch options that no tuning in its folder has."""
+    return replace(record, values={**record.values, "options": '{"tile_q":128}'})
 
 
 def failed(record: Record) -> Record:
@@ -325,6 +332,24 @@ def test_what_was_measured_otherwise_is_marked_and_told(found, implementation, w
     assert marks(found, H200_KEY, "llm", 1024, implementation) == set()
     lines = part(page(found), "Stale, and why").splitlines()
     assert any("a100" in line and implementation in line and what in line for line in lines)
+
+
+def test_launch_options_that_are_not_those_of_the_tuning_there_are_stale(found):
+    assert marks(found, H200_KEY, "article", 512, "triton") == {"stale"}
+    lines = part(page(found), "Stale, and why").splitlines()
+    assert any("h200" in line and "triton" in line and "launch options (not those" in line for line in lines)
+
+
+def test_a_record_that_cannot_be_read_is_an_error_and_says_nothing_of_a_kernel(found):
+    row = cell(found, A100_KEY, "llm", 4096, "sdpa")
+    assert row["latency_status"] == "error"
+    assert "not a readable record" in row["latency_reason"]
+    (today,) = [line for line in found.kernels if line["implementation"] == "sdpa" and line["today"]]
+    whole = [line for line in found.rows if line["implementation"] == "sdpa"]
+    there = [
+        line for line in whole if line["environment"] == A100_KEY and line["seq_len"] not in (64, 512, 2048)
+    ]
+    assert today["cells"][A100_KEY] == 2 * len(there) - 1
 
 
 def test_another_problem_stands_apart_and_in_no_cell(found):
