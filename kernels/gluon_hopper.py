@@ -758,8 +758,18 @@ def attention(
     """
     options = (consumers, tile_k, stages, ping_pong, lazy_rescale, packed_p)
     # What decides a call is looked up, checked and planned once.
-    key = _call_key(q, k, v, causal, scale, options)
-    plan = None if key is None else _plans.get(key)
+    try:
+        # The strides of a contiguous tensor follow from its shape, but for those that have no meaning.
+        key = (
+            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device,
+            k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device,
+            v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device,
+            bool(causal), scale, type(scale), options,
+            (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled(),
+        )  # fmt: skip
+        plan = _plans.get(key)
+    except (AttributeError, TypeError):  # an argument is not even a tensor, or not a number
+        plan = None
     if plan is None:
         plan = _plan(q, k, v, causal, scale, options)
         if len(_plans) >= MAX_PLANS:
@@ -768,10 +778,10 @@ def attention(
     output = torch.empty_like(q)
     if plan.nothing:
         return output.zero_()
-    if _current_device() == plan.device.index:
+    if _current_device() == plan.device_index:
         plan.launch(q, k, v, output)
     else:
-        with torch.cuda.device(plan.device):  # Triton launches on the current one
+        with torch.cuda.device(plan.device_index):  # Triton launches on the current one
             plan.launch(q, k, v, output)
     return output
 
@@ -870,27 +880,6 @@ def check_layout(compiled: Any) -> None:
 # ---- launches ----
 
 
-def _call_key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float | None,
-    options: tuple[Any, ...],
-) -> tuple[Any, ...] | None:
-    """All that decides how a call is checked and planned; None where an argument is not even a tensor."""
-    try:
-        key = (
-            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
-            *(q.device, k.device, v.device, causal, scale, type(scale), options),
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        )
-        hash(key)
-    except (AttributeError, TypeError):
-        return None
-    return key
-
-
 MAX_PLANS = 1024
 MAX_LAUNCHES = 1024  # of one plan
 
@@ -911,6 +900,7 @@ class _Plan:
         batch, heads, seq_len_q, head_dim = q.shape
         kv_group, seq_len_k = heads // k.shape[1], k.shape[2]
         self.device = q.device
+        self.device_index = q.device.index
         self.nothing = not q.numel() or not seq_len_k
         self._tile_k = options["tile_k"]
         # The kernel multiplies row maxima by the scale, which only a positive one commutes with.
@@ -929,7 +919,7 @@ class _Plan:
 
     def launch(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor) -> None:
         """Launch on the current stream of the plan's device, which is the current one."""
-        stream = _current_stream(self.device.index)
+        stream = _current_stream(self.device_index)
         key = (q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), stream)
         if _is_capturing() or _is_hooked():
             self._prepare(q, k, v, output, stream, None)()
@@ -1036,10 +1026,10 @@ def _short_cut(
 def _is_hooked() -> bool:
     """Whether somebody, a profiler say, asks Triton to be told of launches."""
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-    return bool(
-        (enter is not None and getattr(enter, "calls", True))
-        or (leave is not None and getattr(leave, "calls", True))
-    )
+    try:
+        return bool(enter.calls or leave.calls)
+    except AttributeError:  # not Triton's chains of hooks, but hooks themselves
+        return enter is not None or leave is not None
 
 
 _runtime = triton.knobs.runtime

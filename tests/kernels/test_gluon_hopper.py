@@ -1,13 +1,17 @@
+import contextlib
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 from kernels import gluon_hopper
 from kernels.gluon_hopper import attention
@@ -124,9 +128,330 @@ def test_the_memory_law_counts_the_tensors_alone():
     assert gluon_hopper.memory_law(problem(kv_heads=2)) == 2 * (2 * 4 * 512 * 64 + 2 * 2 * 512 * 64)
 
 
+# ---- launches, with stand-ins for what Triton and CUDA do ----
+
+
+class Launcher:
+    """Like Triton's: its `launch` is a closure that takes descriptors apart and calls a C function."""
+
+    global_scratch_size = 0
+    profile_scratch_size = 0
+
+    def __init__(self, launcher):
+        def launch(*call):
+            flat = [[a.base.data_ptr(), *a.shape, *a.strides] if hasattr(a, "base") else a for a in call]
+            launcher(*flat)
+
+        self.launch = launch
+
+    def __call__(self, x, y, z, stream, function, *rest):
+        self.launch(x, y, z, stream, function, *rest)
+
+
+class Compiled:
+    """Like Triton's compiled kernel: `c_calls` of its C function, and `launches` in Triton's own way."""
+
+    function = 1
+    packed_metadata = (4,)
+
+    def __init__(self, barriers_at):
+        self.asm = {
+            "llir": f"add.s32 barrier, barrier, {barriers_at};\n mbarrier.init "
+            "ptr addrspace(3) getelementptr (i8, ptr addrspace(3) @global_smem, i32 1024)"
+        }
+        self.c_calls, self.launches = [], []
+        self.run = Launcher(lambda *call: self.c_calls.append(call))
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launches.append((grid, arguments))
+
+
+class Machine:
+    """A process with a Hopper GPU, as far as gluon_hopper's launches see it."""
+
+    def __init__(self, monkeypatch):
+        self.stream, self.capturing, self.device, self.devices_entered = 7, False, None, []
+        self.barriers_at, self.compiled = 1024, []
+        self.runtime = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
+        for name, value in {
+            "_attention_forward": SimpleNamespace(warmup=self.warmup),
+            "_compute_capability": lambda device: (9, 0),
+            "_multiprocessors": lambda device: 132,
+            "_current_device": lambda: self.device,
+            "_current_stream": lambda index: self.stream,
+            "_is_capturing": lambda: self.capturing,
+            "_runtime": self.runtime,
+            "_plans": {},
+            "_counters": {},
+        }.items():
+            monkeypatch.setattr(gluon_hopper, name, value)
+        monkeypatch.setattr(torch.cuda, "device", self.enter)
+
+    def warmup(self, *arguments, **constants):
+        self.compiled.append(Compiled(self.barriers_at))
+        return self.compiled[-1]
+
+    def enter(self, index):
+        self.devices_entered.append(index)
+        return contextlib.nullcontext()
+
+    @property
+    def c_calls(self):
+        return [call for compiled in self.compiled for call in compiled.c_calls]
+
+    @property
+    def launches(self):
+        return [launch for compiled in self.compiled for launch in compiled.launches]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return Machine(monkeypatch)
+
+
+def tensors(count=3, dtype=torch.float16):
+    return [torch.zeros(1, 2, 100, 64, dtype=dtype) for _ in range(count)]
+
+
+def pointers(call):
+    """The addresses of q, k, v and the output, and of the counter, in a call of the C function."""
+    descriptors = [argument for argument in call if isinstance(argument, list)]
+    return [descriptor[0] for descriptor in descriptors], call[call.index(descriptors[-1]) + 1]
+
+
+def test_a_call_like_an_earlier_one_is_neither_checked_nor_planned_nor_bound_again(machine, monkeypatch):
+    q, k, v = tensors()
+    output = torch.empty_like(q)
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: output)
+    attention(q, k, v, causal=True)
+    monkeypatch.setattr(gluon_hopper, "_plan", None)
+    monkeypatch.setattr(gluon_hopper, "_descriptor", None)
+    for _ in range(3):
+        assert attention(q, k, v, causal=True) is output
+    assert len(machine.compiled) == 1
+    assert machine.launches == []
+    assert len(machine.c_calls) == 4
+    assert machine.c_calls == [machine.c_calls[0]] * 4
+    addresses, _ = pointers(machine.c_calls[0])
+    assert addresses == [q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr()]
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_a_tensor_at_another_address_is_not_taken_for_the_one_before(machine, monkeypatch, position):
+    first, second = tensors(4), tensors(4)
+    changed = [*first[:position], second[position], *first[position + 1 :]]
+    for q, k, v, output in (first, changed, first):
+        monkeypatch.setattr(torch, "empty_like", lambda tensor, output=output: output)
+        attention(q, k, v, causal=True)
+    found = [pointers(call)[0] for call in machine.c_calls]
+    assert found == [[tensor.data_ptr() for tensor in used] for used in (first, changed, first)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: (q[:, :, :90], k, v),
+        lambda q, k, v: (q, k[:, :, :90], v[:, :, :90]),
+        lambda q, k, v: (q, k[:, :1], v[:, :1]),
+        lambda q, k, v: (q.view(torch.bfloat16), k.view(torch.bfloat16), v.view(torch.bfloat16)),
+        lambda q, k, v: (q, k.view(1, 100, 2, 64).transpose(1, 2), v),
+        lambda q, k, v: (q, k, v.view(1, 100, 2, 64).transpose(1, 2)),
+    ],
+    ids=["queries", "keys", "heads", "dtype", "strides of k", "strides of v"],
+)
+def test_another_view_of_the_same_memory_is_planned_anew(machine, change):
+    q, k, v = tensors()
+    attention(q, k, v, causal=True)
+    attention(*change(q, k, v), causal=True)
+    assert len(machine.compiled) == 2
+    assert len(machine.c_calls) == 2
+
+
+def test_every_argument_decides(machine):
+    q, k, v = tensors()
+    for arguments in (
+        {"causal": True},
+        {"causal": False},
+        {"causal": True, "scale": 0.5},
+        {"causal": True, "scale": 2},
+        {"causal": True, **GOOD},
+        {"causal": True, **GOOD, "ping_pong": True},
+    ):
+        planned = len(machine.compiled)
+        for _ in range(2):
+            attention(q, k, v, **arguments)
+        assert len(machine.compiled) == planned + 1
+    with pytest.raises(ValueError, match="scale is True"):
+        attention(q, k, v, causal=True, scale=True)
+
+
+def test_streams_have_counters_and_launches_of_their_own(machine, monkeypatch):
+    q, k, v = tensors()
+    output = torch.empty_like(q)
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: output)
+    for stream in (7, 8, 7, 8):
+        machine.stream = stream
+        attention(q, k, v, causal=True)
+    calls = machine.c_calls
+    assert [call[3] for call in calls] == [7, 8, 7, 8]
+    counters = [pointers(call)[1] for call in calls]
+    assert counters[:2] == counters[2:]
+    assert counters[0] != counters[1]
+
+
+def test_captured_calls_have_counters_of_their_own_and_are_not_kept(machine):
+    q, k, v = tensors()
+    attention(q, k, v, causal=True)
+    _, shared = pointers(machine.c_calls[0])
+    machine.capturing = True
+    for _ in range(2):
+        attention(q, k, v, causal=True)
+    machine.capturing = False
+    assert len(machine.c_calls) == 1
+    counters = [arguments[4] for _, arguments in machine.launches]
+    assert len({shared, *(counter.data_ptr() for counter in counters)}) == 3
+    attention(q, k, v, causal=True)
+    assert len(machine.c_calls) == 2
+    assert pointers(machine.c_calls[1])[1] == shared
+
+
+def test_a_first_call_in_a_capture_leaves_nothing_behind_for_later_ones(machine):
+    q, k, v = tensors()
+    machine.capturing = True
+    attention(q, k, v, causal=True)
+    assert gluon_hopper._counters == {}
+    assert len(machine.launches) == 1
+    assert machine.c_calls == []
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("chain", [True, False], ids=["chain of hooks", "hook"])
+def test_launches_that_somebody_hooks_into_go_through_triton(machine, name, chain):
+    q, k, v = tensors()
+    empty = SimpleNamespace(calls=[])
+    machine.runtime.launch_enter_hook = machine.runtime.launch_exit_hook = empty
+    attention(q, k, v, causal=True)
+    assert (len(machine.c_calls), len(machine.launches)) == (1, 0)
+    setattr(machine.runtime, name, SimpleNamespace(calls=[print]) if chain else print)
+    attention(q, k, v, causal=True)
+    assert (len(machine.c_calls), len(machine.launches)) == (1, 1)
+    machine.runtime.launch_enter_hook = machine.runtime.launch_exit_hook = None
+    attention(q, k, v, causal=True)
+    assert (len(machine.c_calls), len(machine.launches)) == (2, 1)
+
+
+def test_the_tensors_device_is_made_the_current_one(machine):
+    q, k, v = tensors()
+    attention(q, k, v, causal=True)
+    assert machine.devices_entered == []
+    machine.device = 3
+    for _ in range(2):
+        attention(q, k, v, causal=True)
+    assert machine.devices_entered == [q.device.index] * 2
+
+
+def test_a_tensor_that_asks_for_a_gradient_is_refused_after_a_call_without(machine):
+    q, k, v = tensors()
+    attention(q, k, v, causal=True)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+        with pytest.raises(ValueError, match="requires a gradient"):
+            attention(q, k, v, causal=True)
+        with torch.no_grad():
+            attention(q, k, v, causal=True)
+        tensor.requires_grad_(False)
+    assert len(machine.compiled) == 1
+
+
+def test_faulty_arguments_are_refused_after_a_good_call(machine):
+    q, k, v = tensors()
+    attention(q, k, v, causal=True)
+    for arguments, message in (
+        ((q, k, v.bfloat16()), "v is bfloat16"),
+        ((q, k[:, :, :50], v), "v has shape"),
+        ((q, k, v.transpose(2, 3).contiguous().transpose(2, 3)), "v has a last stride"),
+        ((q, k, None), "v is a NoneType"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention(*arguments, causal=True)
+    with pytest.raises(ValueError, match="expected a number"):
+        attention(q, k, v, causal=True, **{**GOOD, "stages": [2]})
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_inputs_that_are_changed_first_are_changed_in_every_call(machine, scale):
+    q, k, v = tensors()
+    for _ in range(3):
+        attention(q, k, v, causal=True, scale=scale)
+    assert machine.c_calls == []
+    assert len(machine.launches) == 3
+    for _, arguments in machine.launches:
+        assert arguments[0].base.data_ptr() != q.data_ptr()
+        assert arguments[11] == pytest.approx((abs(scale) or 1.0) / math.log(2))
+
+
+def test_inputs_that_are_copied_first_are_copied_in_every_call(machine):
+    q, k, v = tensors()
+    broadcast = k[:, :1].expand(k.shape)
+    for _ in range(3):
+        attention(q, broadcast, v, causal=True)
+    assert machine.c_calls == []
+    assert all(arguments[1].base.is_contiguous() for _, arguments in machine.launches)
+
+
+@pytest.mark.parametrize("fault", ["no closure", "another name", "scratch memory", "other arguments"])
+def test_a_triton_that_is_built_otherwise_launches_by_itself(machine, monkeypatch, fault):
+    def warmup(*arguments, **constants):
+        compiled = Compiled(1024)
+        machine.compiled.append(compiled)
+        if fault == "no closure":
+            compiled.run.launch = print
+        elif fault == "another name":
+            start = compiled.c_calls.append
+            compiled.run.launch = lambda *call: start(call)
+        elif fault == "scratch memory":
+            compiled.run.global_scratch_size = 128
+        else:
+            compiled.run = type("Other", (Launcher,), {"__call__": lambda self: None})(print)
+        return compiled
+
+    monkeypatch.setattr(gluon_hopper, "_attention_forward", SimpleNamespace(warmup=warmup))
+    q, k, v = tensors()
+    for _ in range(2):
+        attention(q, k, v, causal=True)
+    assert len(machine.launches) == 2
+    assert machine.c_calls == []
+
+
+def test_a_kernel_with_its_barriers_elsewhere_is_never_launched(machine):
+    machine.barriers_at = 2048
+    q, k, v = tensors()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="lays out shared memory otherwise"):
+            attention(q, k, v, causal=True)
+    assert machine.launches == machine.c_calls == []
+
+
+def test_what_is_remembered_is_bounded(machine, monkeypatch):
+    monkeypatch.setattr(gluon_hopper, "MAX_PLANS", 2)
+    monkeypatch.setattr(gluon_hopper, "MAX_LAUNCHES", 2)
+    q, k, v = tensors()
+    for stream in range(5):
+        machine.stream = stream
+        attention(q, k, v, causal=True)
+    [plan] = gluon_hopper._plans.values()
+    assert len(plan._launches) <= 2
+    for scale in range(1, 6):
+        attention(q, k, v, causal=True, scale=scale)
+    assert len(gluon_hopper._plans) <= 2
+
+
+# ---- what the compiler makes of it ----
+
 # Compiles one option set after the other for sm_90, and says what the compiler and the assembler made of it.
 COMPILE = """
 import json, re, subprocess, sys, tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 import triton
@@ -212,6 +537,66 @@ def test_the_barriers_of_every_candidate_lie_where_its_assembly_looks_for_them(c
 def test_barriers_that_lie_elsewhere_are_refused(compiled_candidates):
     for _, row in compiled_candidates:
         assert "lays out shared memory otherwise" in row["refusal"]
+
+
+# Triton's own launcher, with a C function that writes down what it is called with.
+LAUNCHER = """
+import json, sys
+from types import SimpleNamespace
+import torch
+from triton.backends.nvidia import driver
+from triton.runtime.driver import driver as active
+from harness.plugin import compile_unit
+from harness.target import Target
+from kernels import gluon_hopper
+
+def encoded(*what): return ("descriptor", *map(repr, what))
+utils = SimpleNamespace(fill_tma_descriptor=encoded, fill_tma_descriptor_tiled=encoded)
+active.set_active(SimpleNamespace(utils=utils))
+hopper = Target("cuda", "Hopper", (9, 0))
+head_dim, causal, dtype, options = json.loads(sys.argv[1])
+problem = SimpleNamespace(head_dim=head_dim, causal=causal, dtype=dtype, seq_len_k=1000)
+[unit] = gluon_hopper.compile_units(problem, options, hopper)
+compiled = compile_unit(unit, hopper)
+metadata = compiled.metadata
+calls = []
+def c_function(*call): calls.append(repr(call))
+run = driver.CudaLauncher.__new__(driver.CudaLauncher)
+run.launch = driver.wrap_handle_tensordesc(c_function, unit.signature, metadata.tensordesc_meta)
+run.arg_annotations, run.kernel_signature, run.num_ctas = ["annotations"], b"signature", 1
+for name in ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align"):
+    setattr(run, name, getattr(metadata, name))
+run.launch_cooperative_grid, run.launch_pdl = metadata.launch_cooperative_grid, metadata.launch_pdl
+kernel = SimpleNamespace(run=run, function=12345, packed_metadata=compiled.packed_metadata)
+
+tensors = [torch.zeros(2, 3, 1000, head_dim, dtype=torch.bfloat16) for _ in range(4)]
+descriptors = [gluon_hopper._descriptor(t, rows) for t, rows in zip(tensors, (64, 128, 128, 64))]
+constants = gluon_hopper._constants(options, 1000, causal).values()
+arguments = (*descriptors, 4096, 3, 1, 6, 8, 3, 1000, 0.25, *constants)
+short_cut = gluon_hopper._short_cut(kernel, (48, 1, 1), 77, arguments)
+assert calls == []
+short_cut()
+run(48, 1, 1, 77, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
+short_cut()
+assert len(calls) == 3 and calls.count(calls[0]) == 3, calls
+assert calls[0].count("'descriptor'") == 4
+assert "tensor(" not in calls[0]
+"""
+
+
+@pytest.mark.slow
+def test_the_short_cut_calls_the_c_function_as_tritons_own_launcher_does(tmp_path):
+    cell = [64, True, "bf16", gluon_hopper.candidates(problem(64, True), HOPPER)[0]]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, json.dumps(cell)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 # ---- what needs a Hopper GPU ----
@@ -329,6 +714,115 @@ def test_calls_on_two_streams_and_replays_of_a_graph_beside_them_are_right():
                 outputs.append(attention(q, k, v, causal=True))
     torch.cuda.synchronize()
     assert all(torch.equal(output, expected) for output in (captured, *outputs))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_capture_on_a_stream_that_had_calls_before_does_not_share_their_counter():
+    q, k, v = inputs(4, 16, 16, 1000, 1000, 64)
+    expected = attention(q, k, v, causal=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            attention(q, k, v, causal=True)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = attention(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        captured.zero_()
+        torch.cuda.synchronize()
+        graph.replay()  # on the current stream, while the other one is busy with calls of its own
+        with torch.cuda.stream(stream):
+            outputs = [attention(q, k, v, causal=True) for _ in range(3)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(output, expected) for output in (captured, *outputs))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_tensors_that_come_and_go_at_old_and_new_addresses_are_right():
+    kept = []
+    for turn in range(12):
+        q, k, v = inputs(1, 4, 4, 300, 300, 64, seed=turn)
+        assert_close(attention(q, k, v, causal=True), q, k, v, True)
+        if turn % 3 == 0:
+            kept.append((q, k, v))  # the next ones cannot lie here
+        if turn == 8:
+            del q, k, v
+            torch.cuda.empty_cache()
+    for q, k, v in kept:
+        assert_close(attention(q, k, v, causal=True), q, k, v, True)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_threads_with_streams_of_their_own_are_right():
+    cells = [inputs(2, 8, 8, 500 + 100 * i, 500 + 100 * i, 64, seed=i) for i in range(4)]
+    expected = [attention(*cell, causal=True) for cell in cells]
+    torch.cuda.synchronize()
+
+    def work(index):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outputs = [attention(*cells[index], causal=True) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        return all(torch.equal(output, expected[index]) for output in outputs)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_hook_is_told_of_every_launch_while_it_is_there():
+    q, k, v = inputs(1, 2, 2, 300, 300, 64)
+    expected = attention(q, k, v, causal=True)
+    told = []
+    hook = told.append
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        outputs = [attention(q, k, v, causal=True) for _ in range(3)]
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    outputs.append(attention(q, k, v, causal=True))
+    assert len(told) == 3
+    assert all(torch.equal(output, expected) for output in outputs)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_the_short_cut_is_taken():
+    q, k, v = inputs(1, 2, 2, 300, 300, 64)
+    attention(q, k, v, causal=True, scale=0.123)
+    plans = [
+        plan for plan in gluon_hopper._plans.values() if plan._scalars[-1] == 0.123 * gluon_hopper.LOG2_E
+    ]
+    assert [len(plan._launches) for plan in plans] == [1]
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_gradient_is_refused_after_a_call_without():
+    q, k, v = inputs(1, 2, 2, 300, 300, 64)
+    attention(q, k, v, causal=True)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        attention(q.requires_grad_(), k, v, causal=True)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_another_device_than_the_current_one_are_right():
+    q, k, v = inputs(1, 4, 4, 300, 300, 64)
+    for _ in range(3):
+        for index in (0, 1):
+            there = [tensor.to(f"cuda:{index}") for tensor in (q, k, v)]
+            output = attention(*there, causal=True)
+            assert output.device.index == index
+            assert_close(output, *there, True)
+    assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.gpu
