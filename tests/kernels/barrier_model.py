@@ -1,10 +1,15 @@
 """The protocol by which the partitions of kernels/gluon_hopper.py share buffers, in plain Python.
 
-`partitions` writes down what the producer and the consumers do with barriers and buffers for a few tiles:
-one list of operations for each, in the order and with the parities of the kernel, arithmetic left out.
+`partitions` writes down what the producer and the consumers' warps do with barriers and buffers for a few
+tiles: one list of operations for each, in the order and with the parities of the kernel, arithmetic left out.
 `explore` runs the lists in every possible order, with every copy landing as late as it can or as early,
 and returns the first fault it meets: a deadlock, a buffer that does not hold what its reader expects, or
-one that is overwritten while somebody reads it.
+one that is overwritten while somebody reads it. `deal` does the same with the counter by which programs
+share out the tiles.
+
+A warp of a consumer waits and arrives by itself. A consumer has 4 of them; fewer show the same and leave fewer
+orders to look at. What its warps do together (the barriers that the compiler puts around O's way through
+shared memory, and the turns at the tensor cores) are barriers here like the others.
 
 Operations are tuples:
 
@@ -15,39 +20,49 @@ Operations are tuples:
     ("write", buffer, content)          fill a buffer now
     ("begin", buffer, content)          start to read asynchronously (wgmma, a TMA store): it must hold this
     ("end", buffer)                     that has been waited for
-    ("take", turn)                      go on once the turn has been passed here (a named barrier)
-    ("pass", turn)                      pass it on
 """
 
 from __future__ import annotations
 
 Q_SLOTS = 2
+END = "no tile"
 
 
-def partitions(blocks_of_tiles, consumers=2, stages=2, q_slots=Q_SLOTS, ping_pong=False):
-    """The initial count of each barrier, and the operations of each partition.
+def partitions(blocks_of_tiles, consumers=2, stages=2, q_slots=Q_SLOTS, ping_pong=False, warps=1):
+    """The initial count of each barrier, and the operations of each partition's warps.
 
     blocks_of_tiles holds, for each tile that the program takes, its number of blocks of keys.
     """
     counts = {("q_full", slot): 1 for slot in range(q_slots)}
-    counts |= {("q_empty", slot): consumers for slot in range(q_slots)}
+    counts |= {("q_empty", slot): consumers * warps for slot in range(q_slots)}
     counts |= {("full", stage): 1 for stage in range(stages)}
-    counts |= {("empty", stage): consumers for stage in range(stages)}
+    counts |= {("empty", stage): consumers * warps for stage in range(stages)}
+    counts |= {("together", number): warps for number in range(consumers)}
+    counts |= {("turn", number): 2 * warps for number in range(consumers)}  # who passes it, and who takes it
     roles = {"producer": producer(blocks_of_tiles, consumers, stages, q_slots)}
     for number in range(consumers):
-        turns = (("turn", number), ("turn", (number + 1) % consumers)) if ping_pong else None
-        roles[f"consumer {number}"] = consumer(number, blocks_of_tiles, stages, q_slots, turns)
+        for warp in range(warps):
+            turns = (number, (number + 1) % consumers) if ping_pong else None
+            roles[f"consumer {number}.{warp}"] = consumer(
+                number, warp, warps, blocks_of_tiles, stages, q_slots, turns
+            )
     return counts, roles
 
 
 def producer(blocks_of_tiles, consumers, stages, q_slots):
     operations = []
     unit, before = 0, None
-    for taken, blocks in enumerate(blocks_of_tiles):
+
+    def publish(taken, description, copies):
+        """Describe a tile, and tell q_full so, with so many copies of Q to come; no Q with the last one."""
         slot = taken % q_slots
         operations.append(("wait", ("q_empty", slot), (taken // q_slots & 1) ^ 1))
-        operations.append(("write", ("number", slot), taken))
-        operations.append(("expect", ("q_full", slot), consumers))
+        operations.append(("write", ("tile", slot), description))
+        operations.append(("expect", ("q_full", slot), copies))
+
+    for taken, blocks in enumerate(blocks_of_tiles):
+        publish(taken, taken, consumers)
+        slot = taken % q_slots
         operations += [
             ("copy", ("q_full", slot), ("q", slot, number), ("Q", taken)) for number in range(consumers)
         ]
@@ -60,10 +75,7 @@ def producer(blocks_of_tiles, consumers, stages, q_slots):
                 operations.append(("copy", ("full", stage), ("v", stage), before))
             before = (taken, block)
             unit += 1
-    slot = len(blocks_of_tiles) % q_slots
-    operations.append(("wait", ("q_empty", slot), (len(blocks_of_tiles) // q_slots & 1) ^ 1))
-    operations.append(("write", ("number", slot), len(blocks_of_tiles)))
-    operations.append(("arrive", ("q_full", slot)))
+    publish(len(blocks_of_tiles), END, 0)
     stage = unit % stages
     operations.append(("wait", ("empty", stage), (unit // stages & 1) ^ 1))
     operations.append(("expect", ("full", stage), 1))
@@ -71,15 +83,22 @@ def producer(blocks_of_tiles, consumers, stages, q_slots):
     return operations
 
 
-def consumer(number, blocks_of_tiles, stages, q_slots, turns):
+def consumer(number, warp, warps, blocks_of_tiles, stages, q_slots, turns):
     operations = []
+    met = {}  # how often this warp has met others at a barrier
 
     def wait_full(unit):
         operations.append(("wait", ("full", unit % stages), unit // stages & 1))
 
-    def read_number(taken):
-        operations.append(("begin", ("number", taken % q_slots), taken))
-        operations.append(("end", ("number", taken % q_slots)))
+    def meet(barrier):
+        """Wait for all who come here."""
+        operations.append(("arrive", barrier))
+        operations.append(("wait", barrier, met.get(barrier, 0) & 1))
+        met[barrier] = met.get(barrier, 0) + 1
+
+    def read_tile(taken, description):
+        operations.append(("begin", ("tile", taken % q_slots), description))
+        operations.append(("end", ("tile", taken % q_slots)))
 
     def begin_scores(taken, block, unit):
         operations.append(("begin", ("q", taken % q_slots, number), ("Q", taken)))
@@ -90,23 +109,23 @@ def consumer(number, blocks_of_tiles, stages, q_slots, turns):
         operations.append(("end", ("k", unit % stages)))
 
     operations.append(("wait", ("q_full", 0), 0))
-    read_number(0)
+    read_tile(0, 0)
     wait_full(0)
     begin_scores(0, blocks_of_tiles[0] - 1, 0)
     end_scores(0, 0)
     operations.append(("arrive", ("empty", 0)))
     wait_full(1)
-    if turns and turns[1] == ("turn", 0):
-        operations.append(("pass", turns[1]))
+    if turns and turns[1] == 0:
+        operations.append(("arrive", ("turn", 0)))
     unit = 1
     for taken, blocks in enumerate(blocks_of_tiles):
         for block in reversed(range(blocks - 1)):
             if turns:
-                operations.append(("take", turns[0]))
+                meet(("turn", turns[0]))
             begin_scores(taken, block, unit)
             operations.append(("begin", ("v", unit % stages), (taken, block + 1)))
             if turns:
-                operations.append(("pass", turns[1]))
+                operations.append(("arrive", ("turn", turns[1])))
             end_scores(taken, unit)
             wait_full(unit + 1)
             operations.append(("end", ("v", unit % stages)))
@@ -117,22 +136,58 @@ def consumer(number, blocks_of_tiles, stages, q_slots, turns):
         last = following == len(blocks_of_tiles)
         operations.append(("begin", ("v", unit % stages), (taken, 0)))
         operations.append(("wait", ("q_full", following % q_slots), following // q_slots & 1))
-        read_number(following)
+        read_tile(following, END if last else following)
         if not last:  # after the last tile the scores are of whatever lies there, and unused
             begin_scores(following, blocks_of_tiles[following] - 1, unit)
         operations.append(("end", ("v", unit % stages)))
+        # All warps are done with Q before one of them writes O there, and have written it before one of them
+        # has TMA store it.
         buffer = ("q", taken % q_slots, number)
+        meet(("together", number))
         operations.append(("write", buffer, ("O", taken)))
-        operations.append(("begin", buffer, ("O", taken)))
+        meet(("together", number))
+        if warp == 0:
+            operations.append(("begin", buffer, ("O", taken)))
         if not last:
             end_scores(following, unit)
         operations.append(("arrive", ("empty", unit % stages)))
         unit += 1
-        operations.append(("end", buffer))
+        if warp == 0:
+            operations.append(("end", buffer))
         operations.append(("arrive", ("q_empty", taken % q_slots)))
         if not last:
             wait_full(unit)
     return operations
+
+
+def deal(programs, tiles, draws=lambda program: True, resets=lambda ticket, tiles: ticket == tiles - 1):
+    """Let programs share out tiles by a counter, in every order of their draws; the first fault, or None.
+
+    Each begins with the tile of its own number, and draws a ticket for each tile that it takes. `resets` says
+    which ticket puts the counter back to 0; `draws` whether a program draws at its last tile too.
+    """
+    seen, waiting = set(), [(0, tuple(range(programs)), frozenset(range(programs)))]
+    while waiting:
+        state = waiting.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        counter, current, taken = state  # current: the tile of each program, None once there is none
+        busy = [program for program in range(programs) if current[program] is not None]
+        if not busy and (counter != 0 or taken != frozenset(range(tiles))):
+            return f"the counter is left at {counter}, and {len(taken)} tiles of {tiles} are done"
+        for program in busy:
+            ticket = counter
+            left = 0 if resets(ticket, tiles) else counter + 1
+            tile = ticket + programs
+            if tile in taken:
+                return f"tile {tile} is done twice"
+            if tile >= tiles:
+                tile = None
+                left = left if draws(program) else counter
+            then = (*current[:program], tile, *current[program + 1 :])
+            waiting.append((left, then, taken if tile is None else taken | {tile}))
+    return None
 
 
 def explore(counts, roles):
@@ -211,13 +266,6 @@ def _perform(operation, state, counts):
         under_way = tuple(sorted((*copies, (subject, buffer, operation[3])), key=repr))
         # From now until the copy lands, the buffer holds nothing that can be relied on.
         return barriers, under_way, _with(contents, buffer, None), readers
-    if kind == "take":
-        passed = dict(contents).get(subject)
-        return (barriers, copies, _with(contents, subject, None), readers) if passed else None
-    if kind == "pass":
-        if dict(contents).get(subject):
-            return f"{subject} is passed twice"
-        return barriers, copies, _with(contents, subject, True), readers
     if kind == "write":
         if dict(readers).get(subject) or any(other[1] == subject for other in copies):
             return f"{subject} is overwritten while it is in use"

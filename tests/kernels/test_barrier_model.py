@@ -1,6 +1,6 @@
 import pytest
 
-from tests.kernels.barrier_model import explore, partitions
+from tests.kernels.barrier_model import deal, explore, partitions
 
 
 def without(operations, kind, barrier):
@@ -25,7 +25,7 @@ def test_consumers_that_take_turns_are_in_order_too(blocks_of_tiles):
 
 def test_a_first_turn_that_nobody_passes_deadlocks():
     counts, roles = partitions([3], ping_pong=True)
-    roles["consumer 1"] = without(roles["consumer 1"], "pass", "turn")
+    roles["consumer 1.0"] = without(roles["consumer 1.0"], "arrive", "turn")
     assert explore(counts, roles).startswith("deadlock")
 
 
@@ -47,7 +47,7 @@ def test_one_stage_deadlocks():
 @pytest.mark.parametrize("barrier", ["q_full", "full"])
 def test_a_consumer_that_does_not_wait_reads_a_buffer_that_is_not_there_yet(barrier):
     counts, roles = partitions([2, 1])
-    roles["consumer 1"] = without(roles["consumer 1"], "wait", barrier)
+    roles["consumer 1.0"] = without(roles["consumer 1.0"], "wait", barrier)
     assert "holds" in explore(counts, roles)
 
 
@@ -62,14 +62,14 @@ def test_a_producer_that_does_not_wait_overwrites_a_buffer_in_use(barrier):
 @pytest.mark.parametrize("barrier", ["q_empty", "empty"])
 def test_a_consumer_that_never_arrives_is_waited_for_forever(barrier):
     counts, roles = partitions([2, 2, 2])
-    roles["consumer 0"] = without(roles["consumer 0"], "arrive", barrier)
+    roles["consumer 0.0"] = without(roles["consumer 0.0"], "arrive", barrier)
     assert explore(counts, roles).startswith("deadlock")
 
 
 @pytest.mark.parametrize(("buffer", "barrier"), [("v", "empty"), ("q", "q_empty")])
 def test_a_buffer_given_back_before_its_reader_was_waited_for_is_overwritten(buffer, barrier):
     counts, roles = partitions([3, 1, 2])
-    operations = roles["consumer 0"]
+    operations = roles["consumer 0.0"]
     for index, operation in enumerate(operations):
         ends = [i for i in range(index) if operations[i][0] == "end" and operations[i][1][0] == buffer]
         if operation[0] == "arrive" and operation[1][0] == barrier and ends:
@@ -77,10 +77,90 @@ def test_a_buffer_given_back_before_its_reader_was_waited_for_is_overwritten(buf
     assert "overwritten" in explore(counts, roles)
 
 
-@pytest.mark.parametrize("role", ["producer", "consumer 0"])
+@pytest.mark.parametrize("role", ["producer", "consumer 0.0"])
 def test_a_wait_for_the_other_parity_is_found(role):
     counts, roles = partitions([2, 1, 1])
     position = max(i for i, operation in enumerate(roles[role]) if operation[0] == "wait")
     kind, barrier, parity = roles[role][position]
     roles[role][position] = (kind, barrier, parity ^ 1)
     assert explore(counts, roles) is not None
+
+
+# ---- the end of the work ----
+
+
+def test_consumers_that_are_not_told_of_the_end_wait_forever():
+    counts, roles = partitions([2, 1])
+    operations = roles["producer"]
+    last = max(i for i, operation in enumerate(operations) if operation[1] == ("q_full", 0))
+    assert operations[last] == ("expect", ("q_full", 0), 0)
+    roles["producer"] = operations[:last] + operations[last + 1 :]
+    assert explore(counts, roles).startswith("deadlock")
+
+
+def test_an_end_that_waits_for_a_q_never_comes():
+    counts, roles = partitions([2, 1])
+    operations = roles["producer"]
+    roles["producer"] = [
+        ("expect", operation[1], 1) if operation[0] == "expect" and operation[2] == 0 else operation
+        for operation in operations
+    ]
+    assert explore(counts, roles).startswith("deadlock")
+
+
+def test_a_description_that_is_written_before_its_slot_is_empty_is_found():
+    counts, roles = partitions([1, 1, 1])
+    operations = roles["producer"]
+    third = [i for i, operation in enumerate(operations) if operation[0] == "write"][2]
+    operations.insert(third - 1, operations.pop(third))  # before the wait
+    fault = explore(counts, roles)
+    assert "overwritten" in fault or "holds" in fault
+
+
+# ---- warps that wait and arrive by themselves ----
+
+
+@pytest.mark.parametrize(
+    ("blocks_of_tiles", "consumers"), [([2, 1], 1), ([1, 1, 1], 1), ([1, 3], 1), ([1], 2)], ids=str
+)
+def test_warps_by_themselves_are_in_order_too(blocks_of_tiles, consumers):
+    assert explore(*partitions(blocks_of_tiles, consumers=consumers, warps=2)) is None
+
+
+@pytest.mark.parametrize("barrier", ["q_empty", "empty"])
+def test_a_barrier_that_counts_warpgroups_where_warps_arrive_is_found(barrier):
+    counts, roles = partitions([3, 1, 2], consumers=1, warps=2)
+    counts = {name: 1 if name[0] == barrier else count for name, count in counts.items()}
+    assert explore(counts, roles) is not None
+
+
+@pytest.mark.parametrize("barrier", ["q_empty", "empty", "together"])
+def test_a_warp_that_never_arrives_is_waited_for_forever(barrier):
+    counts, roles = partitions([2, 2, 2], consumers=1, warps=2)
+    roles["consumer 0.1"] = without(roles["consumer 0.1"], "arrive", barrier)
+    assert explore(counts, roles).startswith("deadlock")
+
+
+def test_warps_that_do_not_wait_for_each_other_overwrite_q_with_o():
+    counts, roles = partitions([2], consumers=1, warps=2)
+    for name in ("consumer 0.0", "consumer 0.1"):
+        roles[name] = without(roles[name], "wait", "together")
+    assert "overwritten" in explore(counts, roles)
+
+
+# ---- the counter of tiles ----
+
+
+@pytest.mark.parametrize(("programs", "tiles"), [(1, 1), (1, 4), (2, 2), (2, 5), (3, 3), (3, 7), (4, 6)])
+def test_every_tile_is_dealt_out_once_and_the_counter_ends_at_zero(programs, tiles):
+    assert deal(programs, tiles) is None
+
+
+def test_a_counter_that_nobody_or_the_wrong_one_puts_back_is_found():
+    assert "left at 5" in deal(2, 5, resets=lambda ticket, tiles: False)
+    assert "done twice" in deal(2, 5, resets=lambda ticket, tiles: ticket == 1)
+    assert deal(2, 5, resets=lambda ticket, tiles: ticket == tiles - 2) is not None
+
+
+def test_a_program_that_does_not_draw_one_ticket_too_many_is_found():
+    assert "left at" in deal(2, 5, draws=lambda program: program != 0)
