@@ -7,9 +7,9 @@ and returns the first fault it meets: a deadlock, a buffer that does not hold wh
 one that is overwritten while somebody reads it. `deal` does the same with the counter by which programs
 share out the tiles.
 
-A warp of a consumer waits and arrives by itself. A consumer has 4 of them; fewer show the same and leave fewer
-orders to look at. What its warps do together (the barriers that the compiler puts around O's way through
-shared memory, and the turns at the tensor cores) are barriers here like the others.
+A warp of a consumer waits and arrives by itself. A consumer has 4 of them; fewer show the same and leave
+fewer orders to look at. What its warps do together, the compiler's barriers around O's way through shared
+memory and the turns at the tensor cores, are barriers here like the others.
 
 Operations are tuples:
 
