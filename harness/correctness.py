@@ -12,7 +12,7 @@ import torch
 from harness.device import Device
 from harness.plugin import Kernel
 from harness.problem import MANTISSA_BITS, SMALLEST_NORMAL_EXPONENT, Problem
-from harness.record import ERROR, OK, OUT_OF_MEMORY, TIMEOUT, UNSUPPORTED, WRONG
+from harness.record import ERROR, NOT_DETERMINISTIC, OK, OUT_OF_MEMORY, TIMEOUT, UNSUPPORTED, WRONG
 from harness.reference import reference_fp64, reference_same_dtype
 from harness.supervisor import Outcome, Verdict
 from harness.tensors import (
@@ -45,7 +45,7 @@ FAULT_KINDS = {
     "wrote_outside": "it wrote outside its inputs or outside what it allocated",
     "inputs_changed": "it wrote into q, k or v, or into the lengths or the block table",
     "asynchronous": "it works on another stream, and the current one does not wait for it or it not for that",
-    "not_deterministic": "the same inputs gave other bits",
+    NOT_DETERMINISTIC: "the same inputs gave other bits; the only kind that alone makes no cell wrong",
     "stale_output": "other values in the same buffers gave the output of the values before",
     "overwrote_output": "a later call changed the output of an earlier one",
     "inaccurate": "values differ from what is right by more than is allowed",
@@ -317,8 +317,9 @@ def check_problem(
     The second call has the same inputs and must give the same bits, though what it allocates holds other
     bytes and, on a GPU, its inputs are written just before it. The third, if `renewed`, has other values
     in the same buffers and must leave the outputs before it alone. An interpreted kernel is called once
-    where a call takes seconds. Returns the judgement's figures and the `judged_calls`; raises Verdict
-    with `unsupported` or `wrong`.
+    where a call takes seconds. Returns the judgement's figures and the `judged_calls`, and of a kernel that
+    is right but not deterministic the `fault_kind` and the `reason`; raises Verdict with `unsupported` or
+    `wrong`.
     """
     reason = kernel.unsupported(problem, device.target())
     if reason:
@@ -340,6 +341,8 @@ def check_problem(
         found = next((call.judgement for call in calls if not call.judgement.right), found)
     found = replace(found, faults=faults)
     figures = {**found.figures, "judged_calls": len(calls)}
+    if found.fault_kinds == [NOT_DETERMINISTIC]:
+        return {**figures, "reason": found.reason}
     if not found.right:
         raise Verdict(WRONG, str(found.reason), figures)
     return figures
@@ -377,8 +380,10 @@ def _repeat_faults(kernel: Kernel, judge: Judge, device: Device, first: _Call, s
     """Why the second call gave other bits than the first, if it did."""
     if _same_output(first, second) or "asynchronous" in second.judgement.fault_kinds:
         return []
-    if not _same_output(first, _call(kernel, judge, device)):
-        return [Fault("not_deterministic", "the same inputs gave another output when it was called again")]
+    third = _call(kernel, judge, device)
+    if not _same_output(first, third):
+        text = "the same inputs gave another output when it was called again"
+        return [Fault(NOT_DETERMINISTIC, text), *third.judgement.faults]
     if not _same_output(first, _call(kernel, judge, device, contents=OTHER_CONTENTS)):
         text = (
             "the output changes with what is in the memory that it allocates: it reads what it did not write"
@@ -387,7 +392,7 @@ def _repeat_faults(kernel: Kernel, judge: Judge, device: Device, first: _Call, s
     if device.kind == "cuda":
         text = "the output changes when the current stream writes the inputs just before: it does not wait"
         return [Fault("asynchronous", text)]
-    return [Fault("not_deterministic", "the same inputs gave another output once")]
+    return [Fault(NOT_DETERMINISTIC, "the same inputs gave another output once")]
 
 
 def _same_output(left: _Call, right: _Call) -> bool:

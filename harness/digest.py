@@ -1,7 +1,8 @@
 """Digests of source code that change when the code changes, and not when its text does.
 
 A digest covers a file and every file of the same checkout that it imports, directly or not. It is
-taken over the syntax tree without docstrings, so comments, docstrings and white space are no change.
+taken over the syntax tree without docstrings, so comments, docstrings and white space are no change. The
+same code has the same digest under every Python that can parse it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,32 @@ def _source(file: Path, root: Path) -> _Source:
 def _read(file: Path, root: Path, modified_ns: int, size: int) -> _Source:
     tree = _parse(file)
     imports = tuple(_imported_modules(tree, file, root))
-    return _Source(ast.dump(_without_docstrings(tree)), imports)
+    return _Source(_dump(_without_docstrings(tree)), imports)
+
+
+def _dump(value: object) -> str:
+    """The tree as text. `ast.dump` says other things in other Pythons: fields come, and empty ones go."""
+    if isinstance(value, ast.JoinedStr):
+        return f"JoinedStr({_dump(_joined(value))})"
+    if isinstance(value, ast.AST):
+        fields = ((name, _dump(field)) for name, field in ast.iter_fields(value))
+        return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in fields if text)})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_dump, value))}]" if value else ""
+    return "" if value is None else repr(value)
+
+
+def _joined(string: ast.JoinedStr) -> list[object]:
+    """The parts of an f-string, its text in one piece between values: Python 3.12 cuts it up otherwise."""
+    parts: list[object] = []
+    for part in string.values:
+        if not isinstance(part, ast.Constant):
+            parts.append(part)
+        elif parts and isinstance(parts[-1], str):
+            parts[-1] += str(part.value)
+        elif part.value:
+            parts.append(part.value)
+    return parts
 
 
 def _parse(file: Path) -> ast.Module:

@@ -28,12 +28,16 @@ STATUSES = (OK, WRONG, UNSUPPORTED, OUT_OF_MEMORY, ERROR, TIMEOUT)
 # What ends a run with a non-zero exit; the others are results that a benchmark expects.
 FAULTS = (WRONG, ERROR, TIMEOUT)
 
+# Sums in the order in which programs end are no error, and whoever compares bits has to know of them.
+NOT_DETERMINISTIC = "not_deterministic"
+
 # True things about an `ok` number, and what each tells the reader.
 MARKS = {
     "interpreted": "a Triton kernel run by Triton's interpreter on the CPU: not comparable with native times",
     "not_attention": "a floor, which computes less than attention on purpose: what no kernel can beat",
     "grid_failed": "this implementation failed cells of the correctness grid",
     "grid_incomplete": "the correctness grid of this implementation has cells that were not judged",
+    NOT_DETERMINISTIC: "the same inputs gave other bits in the grid, each time within its bounds",
     "stale": "measured from another spec (code, configuration or environment) than today's",
     "one_process": "all samples come from one process, so the interval does not tell what another would give",
     "not_steady": "the warm-up ended before successive series agreed, or the samples rise or fall in time",

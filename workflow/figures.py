@@ -38,7 +38,14 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (1.2, 
 INK, FAINT, RULE = "#222222", "#666666", "#dddddd"
 # Marks that say something about time only; on a figure of memory they would mislead.
 # All but those that are about the kernel or the record concern latencies alone.
-MARKS_OF_MORE = ("interpreted", "not_attention", "stale", "grid_failed", "grid_incomplete")
+MARKS_OF_MORE = (
+    "interpreted",
+    "not_attention",
+    "stale",
+    "grid_failed",
+    "grid_incomplete",
+    "not_deterministic",
+)
 MARKS_OF_TIME = tuple(mark for mark in MARKS if mark not in MARKS_OF_MORE)
 # Shown by a hollow marker and in the label, so it needs no lane.
 INTERPRETED = "interpreted"

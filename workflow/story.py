@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.record import MARKS, OK
+from harness.record import MARKS, NOT_DETERMINISTIC, OK
 from workflow.comparisons import COMPARISON_COLUMNS
 from workflow.gpus import gpu_section
 from workflow.render import (
@@ -187,6 +187,12 @@ def grid_faults(grid: pd.DataFrame) -> list[str]:
         lines.append(
             f"{table_text(name)} is {table_text(status)}{found} in {counted(len(cells), 'cell')}"
             f" (seq_len {listed(sorted(set(cells['seq_len'])))}){first}"
+        )
+    marked = grid[grid["marks"].map(lambda marks: NOT_DETERMINISTIC in marks_in(marks))]
+    for name, cells in marked.groupby("implementation", sort=False):
+        lines.append(
+            f"{table_text(name)} is right, and gave other bits for the same inputs, in"
+            f" {counted(len(cells), 'cell')} (seq_len {listed(sorted(set(cells['seq_len'])))})"
         )
     return lines
 

@@ -12,6 +12,7 @@ from harness.bounds import impossible
 from harness.problem import DECODE
 from harness.record import (
     ERROR,
+    NOT_DETERMINISTIC,
     OK,
     OUT_OF_MEMORY,
     TIMEOUT,
@@ -209,8 +210,12 @@ def correctness_rows(plan: Plan, root: Path) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"environment": plan.environment, "implementation": job.implementation}
             values = {**cell, **_axes(cell)}
             row.update({name: values.get(name) for name in CELL_COLUMNS})
-            floor = [] if cell.get("is_attention", True) else ["not_attention"]
-            rows.append({**row, "marks": " ".join([*record.marks, *floor])})
+            marks = [*record.marks]
+            if not cell.get("is_attention", True):
+                marks.append("not_attention")
+            if cell["status"] == OK and cell.get("fault_kind") == NOT_DETERMINISTIC:
+                marks.append(NOT_DETERMINISTIC)
+            rows.append({**row, "marks": " ".join(marks)})
     return rows
 
 
@@ -232,7 +237,8 @@ def benchmark_rows(plan: Plan, root: Path, grid: list[dict[str, Any]]) -> list[d
             "implementation": implementation,
             "twin_of": twin if (twin := plan.twin_of(implementation)) != implementation else None,
         }
-        marks = _grid_marks(plan.twin_of(implementation), grid)
+        workload = plan.config["sweeps"][sweep]["workload"]
+        marks = _grid_marks(plan.twin_of(implementation), workload, grid)
         for phase, prefix, columns in (
             (TIMING, "latency", TIMING_COLUMNS),
             (MEMORY, "memory", MEMORY_COLUMNS),
@@ -292,11 +298,15 @@ def _add_positions(rows: list[dict[str, Any]]) -> None:
         row["position"] = order.index(measured_at) + 1 if measured_at else None
 
 
-def _grid_marks(implementation: str, grid: list[dict[str, Any]]) -> list[str]:
-    statuses = {row["status"] for row in grid if row["implementation"] == implementation}
+def _grid_marks(implementation: str, workload: str, grid: list[dict[str, Any]]) -> list[str]:
+    """What the grid of the row's own workload says of its implementation."""
+    rows = [row for row in grid if (row["implementation"], row["workload"]) == (implementation, workload)]
+    statuses = {row["status"] for row in rows}
     marks = ["grid_failed"] if WRONG in statuses else []
     if statuses - {OK, WRONG, UNSUPPORTED, OUT_OF_MEMORY}:
         marks.append("grid_incomplete")
+    if any(NOT_DETERMINISTIC in row["marks"].split() for row in rows):
+        marks.append(NOT_DETERMINISTIC)
     return marks
 
 

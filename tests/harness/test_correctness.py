@@ -25,6 +25,7 @@ from harness.correctness import (
     unit_in_last_place,
 )
 from harness.device import CpuDevice
+from harness.record import NOT_DETERMINISTIC
 from harness.supervisor import Outcome, Verdict
 from harness.tensors import make_inputs
 from tests.harness import attentions
@@ -195,7 +196,31 @@ def test_the_same_inputs_must_give_the_same_bits() -> None:
         output[0, 0, 20, 3] *= 1 + 2**-10 * min(next(calls), 1)
         return output
 
-    assert kinds_against(differs)[0] == "not_deterministic"
+    figures = check(differs)
+    assert figures["fault_kind"] == NOT_DETERMINISTIC
+    assert figures["reason"] == (
+        "the same inputs gave another output when it was called again (not_deterministic)"
+    )
+
+
+def test_what_gives_other_bits_is_wrong_once_it_leaves_its_bounds() -> None:
+    calls = itertools.count()
+
+    def leaves(*inputs: torch.Tensor, causal: bool) -> torch.Tensor:
+        output = attentions.right(*inputs, causal=causal)
+        output[0, 0, 20, 3] *= (1, 1 + 2**-10, 1 + 2**-10, 1)[next(calls)]
+        return output
+
+    # Twice with the same values, once more to see why they differ, and with other values.
+    assert check(leaves)["fault_kind"] == NOT_DETERMINISTIC
+    calls = itertools.count()
+
+    def leaves_at_the_third(*inputs: torch.Tensor, causal: bool) -> torch.Tensor:
+        output = attentions.right(*inputs, causal=causal)
+        output[0, 0, 20] *= (1, 1 + 2**-10, 2, 1)[next(calls)]
+        return output
+
+    assert kinds_against(leaves_at_the_third)[0] == "not_deterministic, inaccurate"
 
 
 def test_what_depends_on_memory_that_was_not_written_is_found_though_it_is_right_at_first() -> None:

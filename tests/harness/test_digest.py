@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness.digest import import_closure, source_digest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 FILES = {
     "kernels/__init__.py": '"""Kernels."""\n',
@@ -166,3 +171,52 @@ def test_a_file_that_does_not_parse_is_named(checkout: Path) -> None:
     with pytest.raises(SyntaxError) as caught:
         source_digest(checkout / "kernels/mine.py", checkout)
     assert str(caught.value.filename).endswith("kernels/far.py")
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_the_python_that_computes_it_does_not_count(version: str) -> None:
+    # So that a kernel on two machines is known to be the same one.
+    python = shutil.which(f"python{version}")
+    if python is None or subprocess.run([python, "-V"], capture_output=True, check=False).returncode:
+        pytest.skip(f"there is no Python {version} here")
+    program = (
+        "import sys; from pathlib import Path; from harness.digest import source_digest; root = Path.cwd()\n"
+        "for name in sys.argv[1:]: print(source_digest(root / name, root))"
+    )
+    names = [
+        path.relative_to(ROOT) for folder in ("kernels", "workflow") for path in ROOT.glob(f"{folder}/*.py")
+    ]
+    command = ["-B", "-c", program, *names]
+    theirs, ours = (
+        subprocess.run([each, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        for each in (python, sys.executable)
+    )
+    assert len(ours) == len(names) > 20
+    assert theirs == ours
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('f"{1}a"', 'f"{1}" "a"'),
+        ('f"a" f"b{1}"', 'f"ab{1}"'),
+        ('f"{1}"', 'f"{1}" ""'),
+    ],
+)
+def test_how_an_f_string_is_cut_up_does_not_count(
+    checkout: Path, digest: Callable[[], str], old, new
+) -> None:
+    edit(checkout / "kernels/far.py", "value = 1", f"value = {old}")
+    before = digest()
+    edit(checkout / "kernels/far.py", old, new)
+    assert digest() == before
+    edit(checkout / "kernels/far.py", new, 'f"{1}b"')
+    assert digest() != before
+
+
+@pytest.mark.parametrize("other", ["None", "''", "()", "0", "False", "[]", "[None]", "...", "b''"])
+def test_what_is_empty_is_not_all_the_same(checkout: Path, digest: Callable[[], str], other: str) -> None:
+    edit(checkout / "kernels/far.py", "value = 1", f"value = {other}")
+    before = digest()
+    edit(checkout / "kernels/far.py", other, "{}")
+    assert digest() != before

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from harness.record import ERROR, OK, Record, write_record
+import pandas as pd
+
+from harness.record import ERROR, OK, WRONG, Record, write_record
 from tests.workflow.test_plan import plan_of
-from workflow.plan import TIMING, Plan
-from workflow.tables import benchmark_rows, held_against
+from workflow.plan import CORRECTNESS, TIMING, Plan
+from workflow.story import grid_faults
+from workflow.tables import benchmark_rows, correctness_rows, held_against
 
 ROOFLINE_VALUES: dict[str, Any] = {
     "read_bytes_per_second": 4e12,
@@ -88,3 +91,40 @@ def test_the_table_tells_positions_twins_and_impossible_times(tmp_path):
     assert found["narrow"]["latency_status"] == ERROR
     assert found["narrow"]["latency_ms"] is None
     assert found["triton"]["latency_ms"] == 0.01
+
+
+def graded(workload: str, status: str, marks: str = "") -> dict[str, Any]:
+    return {"implementation": "triton", "workload": workload, "status": status, "marks": marks}
+
+
+def test_a_row_carries_what_the_grid_of_its_own_workload_found(tmp_path):
+    plan = plan_of()
+    written(plan, tmp_path, {"triton": 0.01, "narrow": 0.01, "again": 0.011})
+
+    def marks(*grid: dict[str, Any]) -> dict[str, list[str]]:
+        rows = [row for row in benchmark_rows(plan, tmp_path, list(grid)) if row["seq_len"] == 64]
+        return {row["implementation"]: row["marks"].split() for row in rows}
+
+    good = graded("attention", OK)
+    assert "grid_failed" not in marks(good)["triton"]
+    assert "grid_failed" in marks(good, graded("attention", WRONG))["triton"]
+    assert "grid_failed" in marks(good, graded("attention", WRONG))["again"]  # the same kernel twice
+    assert "grid_failed" not in marks(good, graded("attention", WRONG))["narrow"]
+    assert "grid_incomplete" in marks(good, graded("attention", ERROR))["triton"]
+    assert "not_deterministic" in marks(good, graded("attention", OK, "not_deterministic"))["triton"]
+    for other in (graded("decode", WRONG), graded("decode", OK, "not_deterministic")):
+        assert marks(good, other) == marks(good)
+
+
+def test_a_cell_that_is_right_but_not_deterministic_is_marked_and_no_fault(tmp_path):
+    plan = plan_of()
+    job = next(job for job in plan.jobs() if job.phase == CORRECTNESS and job.implementation == "triton")
+    cells = [{**problem, "status": OK, "reason": None} for problem in job.spec["problems"]]
+    cells[0] |= {"fault_kind": "not_deterministic", "reason": "other bits (not_deterministic)"}
+    write_record(Record(phase=CORRECTNESS, spec=job.spec, status=OK, cells=cells), tmp_path / job.path)
+    grid = correctness_rows(plan, tmp_path)
+    rows = [row for row in grid if row["implementation"] == "triton" and row["status"] == OK]
+    assert [row["marks"] for row in rows] == ["not_deterministic", *[""] * (len(cells) - 1)]
+    assert rows[0]["reason"] == "other bits (not_deterministic)"
+    (line,) = [line for line in grid_faults(pd.DataFrame(grid)) if "other bits" in line]
+    assert line.startswith("triton is right, and gave other bits for the same inputs, in 1 cell ")
