@@ -71,6 +71,26 @@ def _load_tile(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _prefetch_rows(
+    tile: tl.tensor,
+    rows: tl.tensor,
+    in_length: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+) -> None:
+    """Ask the L2 cache for the rows of a tile of K or V, and wait for nothing."""
+    LINE: tl.constexpr = 1024 // tile.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    LINES: tl.constexpr = (PADDED_DIM + LINE - 1) // LINE
+    # What lies outside is asked for at an element that lies inside.
+    offsets = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_DIM - 1)
+    rows = tl.where(in_length, rows, 0)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [tile + rows[:, None] + offsets[None, :]],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _merge(
     partials: tl.tensor,
     output: tl.tensor,
@@ -186,6 +206,7 @@ def _decode_splits(
     LAST_PROGRAM: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    PREFETCH: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
     """Compute one split of the keys for the rows of one group: program (split, kv_head and rows, batch).
@@ -212,12 +233,6 @@ def _decode_splits(
     # 64 bits: a batch, a head or a page can lie more than 2^31 elements apart.
     batch_units = tl.cast(batch, tl.int64) * STRIDE_UNIT
     head_units = tl.cast(kv_head, tl.int64) * STRIDE_UNIT
-    head = tl.cast(kv_head * GROUP + group_rows // QUERIES, tl.int64)
-    q_rows = head * q_stride_head + query * tl.cast(q_stride_row, tl.int64)
-    q = _load_tile(
-        q_pointer + batch_units * q_stride_batch + q_rows[:, None] * STRIDE_UNIT + dims[None, :],
-        group_rows[:, None] < GROUP_ROWS, dims[None, :] < HEAD_DIM, PAD, INTERPRETED,
-    )  # fmt: skip
     k_head = k_pointer + head_units * k_stride_head
     v_head = v_pointer + head_units * v_stride_head
     k_stride = tl.cast(k_stride_row, OFFSET) * STRIDE_UNIT
@@ -236,6 +251,22 @@ def _decode_splits(
     else:
         table += tl.cast(batch, tl.int64) * table_stride
         page = page_entries(table, begin, columns, seq_len, TILE_K, PAGE_SIZE)
+
+    if PREFETCH and not INTERPRETED:
+        # The copies of K and V begin behind the wait for Q, but their way from memory need not.
+        first = begin + columns < seq_len
+        if begin < seq_len:
+            k_tile, k_rows = tile_of_cache(k_head, page, begin, columns, k_stride, k_page, TILE_K, PAGE_SIZE)
+            v_tile, v_rows = tile_of_cache(v_head, page, begin, columns, v_stride, v_page, TILE_K, PAGE_SIZE)
+            _prefetch_rows(k_tile, k_rows, first, HEAD_DIM, PADDED_DIM)
+            _prefetch_rows(v_tile, v_rows, first, HEAD_DIM, PADDED_DIM)
+
+    head = tl.cast(kv_head * GROUP + group_rows // QUERIES, tl.int64)
+    q_rows = head * q_stride_head + query * tl.cast(q_stride_row, tl.int64)
+    q = _load_tile(
+        q_pointer + batch_units * q_stride_batch + q_rows[:, None] * STRIDE_UNIT + dims[None, :],
+        group_rows[:, None] < GROUP_ROWS, dims[None, :] < HEAD_DIM, PAD, INTERPRETED,
+    )  # fmt: skip
 
     # Query i of L sees no key of the later ones.
     visible = (seq_len - (QUERIES - 1) + query)[:, None]
@@ -343,6 +374,8 @@ MIN_ROWS, MAX_ROWS = 16, 64  # of a tile: what a matrix instruction takes, and w
 MERGE_ELEMENTS = 8192  # floats that the merging program loads at a time: 64 for each of 128 threads
 MAX_MERGED = 32
 COMBINE = ("last_program", "kernel")
+PREFETCH = ("nothing", "first_tile")
+OTHER_OPTIONS = {"combine": COMBINE, "prefetch": PREFETCH}
 
 
 def decode(
@@ -359,6 +392,7 @@ def decode(
     splits: int | None = None,
     split_keys: int | None = None,
     combine: str | None = None,
+    prefetch: str | None = None,
 ) -> torch.Tensor:
     """softmax(scale * Q K^T) V for the newest tokens of each sequence against its cache, forward only.
 
@@ -376,8 +410,9 @@ def decode(
     is the most programs that share the keys of a sequence (None: as many as there are multiprocessors for),
     or split_keys, a multiple of tile_k, gives each sequence one program for so many of its keys. combine
     says who merges the splits: "last_program" to end (the default) or a second "kernel"; a call captured into
-    a graph before any other call falls back to "kernel". Give the first three together, or none of the
-    six for the first of `candidates`.
+    a graph before any other call falls back to "kernel". prefetch says what a program asks the L2 cache for
+    before it waits for Q: its "first_tile" of K and V, or "nothing" (the default). Give the first three
+    together, or none of the seven for the first of `candidates`.
 
     Batch invariance: with splits or split_keys given, a sequence's answer is bit for bit the same
     whatever its neighbours are and however large the cache.
@@ -385,7 +420,7 @@ def decode(
     Raises ValueError for a bad argument (see `check_decode_inputs`), for a head_dim or a batch out of
     range, and for an incomplete or impossible set of launch options.
     """
-    options = (tile_k, num_warps, num_stages, splits, split_keys, combine)
+    options = (tile_k, num_warps, num_stages, splits, split_keys, combine, prefetch)
     key = call_key((q, k, v, seq_lens, block_table), scale, options)
     plan = None if key is None else _plans.get(key)
     if plan is None:
@@ -445,13 +480,13 @@ def _plan(
     reason = _out_of_range(batch, heads, kv_heads, queries, head_dim)
     if reason is not None:
         raise ValueError(reason)
-    options = dict(zip((*TILE_OPTIONS, *SPLIT_OPTIONS, "combine"), given, strict=True))
+    options = dict(zip((*TILE_OPTIONS, *SPLIT_OPTIONS, *OTHER_OPTIONS), given, strict=True))
     if all(value is None for value in given):
         options = _candidates(
             compute_capability(q.device), multiprocessors(q.device), batch, heads, kv_heads, queries,
             context, head_dim, page_size, seq_lens is not None,
         )[0]  # fmt: skip
-    check_options(options, {"combine": COMBINE})
+    check_options(options, OTHER_OPTIONS)
     if not batch or not context:
         return _Plan()
 
@@ -498,7 +533,7 @@ def unsupported(problem: Any, target: Any, **options: Any) -> str | None:
         return f"pages of {problem.page_size} tokens: expected one of {', '.join(map(str, PAGE_SIZES))}"
     if options:
         try:
-            check_options(options, {"combine": COMBINE})
+            check_options(options, OTHER_OPTIONS)
         except ValueError as fault:
             return str(fault)
     return cannot_run(target)
@@ -537,7 +572,7 @@ def memory_law(problem: Any, **options: Any) -> int | None:
 def compile_units(problem: Any, options: Mapping[str, Any], target: Any) -> list[CompileUnit]:
     """The kernels that a call compiles for contiguous inputs, one or two; empty options mean the default."""
     options = dict(options) or candidates(problem, target)[0]
-    check_options(options, {"combine": COMBINE})
+    check_options(options, OTHER_OPTIONS)
     group = problem.heads // problem.kv_heads
     rows = _row_constants(group * problem.seq_len_q, problem.head_dim)
     groups = problem.batch * problem.kv_heads * rows["ROW_TILES"]
@@ -602,6 +637,7 @@ def _constants(
         "QUERIES": queries,
         "HEAD_DIM": head_dim,
         **rows,
+        "PREFETCH": options.get("prefetch") == "first_tile",
         **split_constants(options, page_size, max_splits, last_program, strides),
     }
 
@@ -628,6 +664,7 @@ def _launch(
     splits: int | None,
     split_keys: int | None = None,
     combine: str = "last_program",
+    prefetch: str = "nothing",
 ) -> dict[str, Any]:
     return {
         "tile_k": tile_k,
@@ -636,6 +673,7 @@ def _launch(
         "splits": splits,
         "split_keys": split_keys,
         "combine": combine,
+        "prefetch": prefetch,
     }
 
 
@@ -677,10 +715,12 @@ def _candidates(
     # One program for each multiprocessor, with a long way to go, and then fewer and more.
     base = max(1, multiprocessors // groups)
     found = []
-    for multiple in (1, 2, 0.5, 4):
+    for multiple in (1, 2, 0.5):
         for shape in shapes if multiple == 1 else shapes[:2]:
             splits = max(1, min(int(base * multiple), triton.cdiv(context, shape[0])))
             found.append(_launch(*shape, splits))
+            if multiple == 1 and len(found) <= 5:
+                found.append(_launch(*shape, splits, prefetch="first_tile"))
     if uneven:
         # A program for so many keys evens out lengths that the launch does not know.
         narrow = min(shapes)

@@ -528,6 +528,24 @@ def test_the_last_program_counts_after_all_threads_have_stored_and_reads_past_th
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_the_first_tile_is_asked_for_before_q_is_waited_for(page_size, tmp_path):
+    options = tiles(64, splits=16)
+    cells = [
+        (9, 0, {"page_size": page_size}, {**options, "prefetch": prefetch})
+        for prefetch in triton_decode.PREFETCH
+    ]
+    nothing, first_tile = (row["sass"] for row in compiled(cells, tmp_path))
+    assert "CCTL.E.PF2" not in nothing
+    # One line of K and one of V for each of 128 threads: 64 rows of two lines.
+    requests = [match.start() for match in re.finditer(r"CCTL\.E\.PF2", first_tile)]
+    assert len(requests) == 2
+    # Q is copied in 16 bytes a thread; an entry of the block table, which has to be known, in 4.
+    q = re.search(r"LDG\.E\.128|LDG\.E\.\S*\.128", first_tile)
+    assert max(requests) < q.start()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("compute_capability", [(8, 6), (9, 0)])
 def test_every_candidate_fits_the_shared_memory_of_its_gpu(compute_capability, tmp_path):
     # Many rows take the most; at head_dim 128, for the compiler is slow with more.
@@ -602,6 +620,7 @@ def test_a_thousand_calls_are_bit_identical(combine):
     options = {"tile_k": 64, "num_warps": 4, "num_stages": 3, "splits": 16, "combine": combine}
     first = decode(q, k, v, seq_lens=seq_lens, **options)
     assert_decode_close(first, q, k, v, [5000, 1, 999, 3000])
+    assert torch.equal(decode(q, k, v, seq_lens=seq_lens, **options, prefetch="first_tile"), first)
     assert all(torch.equal(decode(q, k, v, seq_lens=seq_lens, **options), first) for _ in range(1000))
 
 
