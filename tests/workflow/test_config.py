@@ -13,6 +13,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from workflow.config import ConfigError, available_kernels, load_config, load_schema, resolve
+from workflow.plan import TIMING, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 RENDER = ROOT / "workflow" / "scripts" / "render_config_readme.py"
@@ -763,3 +764,14 @@ def test_every_number_of_the_configuration_says_its_unit_or_counts_something():
     look(schema, "")
     assert {"time_limit_s", "lock_sm_clock_mhz", "head_dim"} <= numbers
     assert {name for name in numbers if not name.endswith(units) and name not in counts} <= {"options"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_study_that_comes_with_the_project_is_a_plan_for_a_gpu(path):
+    config = load_config(yaml.safe_load(path.read_text(encoding="utf-8")), ROOT / "kernels")
+    plan = Plan(config, "cuda", "an_h200", ROOT)
+    timed = {(job.sweep, job.implementation) for job in plan.jobs() if job.phase == TIMING}
+    for sweep, settings in config["sweeps"].items():
+        contenders = {name for name in config["implementations"] if plan.answers(name, settings["workload"])}
+        assert {name for found, name in timed if found == sweep} == contenders
+        assert len(contenders) > 2
