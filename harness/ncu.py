@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.device import Device
-from harness.kernel_names import short_kernel_name
 from harness.plugin import Kernel
 from harness.problem import Problem
 from harness.tensors import make_inputs
@@ -259,13 +258,12 @@ def counter_values(kernels: Sequence[KernelCounters]) -> dict[str, Any]:
 
 
 def kernel_cells(kernels: Sequence[KernelCounters]) -> list[dict[str, Any]]:
-    """A cell for every kernel of a call: its names, its share of the time, its counters and its stalls."""
+    """A cell for every kernel of a call: its name, its share of the time, its counters and its stalls."""
     durations = [kernel.quantity("duration_ns") or 0.0 for kernel in kernels]
     whole = sum(durations)
     return [
         {
             "name": kernel.name,
-            "short_name": short_kernel_name(kernel.name),
             "share": duration / whole if whole else None,
             **{name: kernel.quantity(name) for name in QUANTITIES if name != "duration_ns"},
             "stalls": kernel.stalls(),

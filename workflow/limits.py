@@ -7,15 +7,19 @@ matrix rate of the same dtype and the bandwidth (harness/roofline.py), not of a 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.problem import TORCH_DTYPE_NAMES
+from harness.kernel_names import short_kernel_name
+from harness.problem import ATTENTION, DECODE, TORCH_DTYPE_NAMES
 from harness.record import OK, Record
 from harness.static_profile import NO_TENSOR_CORES, SPILLS
 from workflow.plan import MEMORY, TIMING, Plan
 from workflow.profiling import PROFILE, counter_job
+from workflow.render import RATES
 from workflow.static_profile import Row, options_text
 from workflow.tables import held_against, load, load_measurement, one_line
 
@@ -23,6 +27,7 @@ LAUNCH = "launch-bound"
 COMPUTE = "compute-bound"
 MEMORY_BOUND = "memory-bound"
 LATENCY = "latency-bound"
+UNDECIDED = "undecided"
 NO_TENSOR = "no tensor cores"
 SPILLING = "spilling"
 POWER = "power-capped"
@@ -31,13 +36,38 @@ FEW = 1.0  # percent of the tensor pipe: less is none
 SPILL_SHARE = 0.01  # of the bytes that L2 moves, in local memory: less is no spilling to speak of
 RULES = {
     LAUNCH: "the host takes longer to launch a call than the device to run it (the mark `launch_bound`)",
-    COMPUTE: "more than half of the measured matrix rate is reached, a greater share than of the bandwidth",
+    COMPUTE: "more than half of the measured matrix rate is reached, and no greater share of the bandwidth is"
+    " known to be used",
     MEMORY_BOUND: "more than half of the measured bandwidth is used, a greater share than of the matrix rate",
-    LATENCY: "neither rate is used by more than half, and the host is not what it waits for: instructions"
-    " wait for each other",
+    LATENCY: "neither rate is used by more than half, the bytes were counted, and the host is not what it"
+    " waits for: instructions wait for each other",
+    UNDECIDED: "less than half of the matrix rate is reached, and the bytes that moved were not counted here:"
+    " the least that they can be does not show that memory is idle",
     NO_TENSOR: "the counters show the tensor pipe idle (below 1 %), or the machine code does not use it",
-    SPILLING: "local memory is 1 % or more of what L2 moves, or loops of the machine code load or store it",
+    SPILLING: "local memory takes 1 % or more as many bytes as L2 moves, or loops of the machine code load or"
+    " store it",
     POWER: "the GPU named its power cap as a reason to throttle while samples were taken",
+}
+# What a warp waits for, by the reasons that ncu names (NVIDIA's Kernel Profiling Guide, Warp Stall Reasons).
+NOT_SELECTED = "not_selected"
+STALLS = {
+    "barrier": "the other warps of its block at a barrier",
+    "branch_resolving": "the target of a branch",
+    "dispatch_stall": "the dispatcher, which holds the instruction back",
+    "drain": "its last stores, before it ends",
+    "gmma": "the tensor cores, which work on its wgmma",
+    "imc_miss": "a constant that is not in the cache",
+    "lg_throttle": "room in the queue for global and local memory",
+    "long_scoreboard": "data from global or local memory",
+    "math_pipe_throttle": "an arithmetic pipe that is taken",
+    "membar": "a memory fence",
+    "mio_throttle": "room in the queue for shared memory and special functions",
+    "no_instruction": "its next instruction, which is not in the cache",
+    NOT_SELECTED: "its turn: it could issue, and another warp did",
+    "short_scoreboard": "data from shared memory, or a special function's result",
+    "sleeping": "the end of a sleep",
+    "tex_throttle": "room in the queue for textures",
+    "wait": "the fixed time that its own last instruction takes",
 }
 COUNTED, ALLOCATED, NEEDED = "counted", "allocated", "needed"
 WHERE_FROM = {
@@ -52,7 +82,10 @@ class Evidence:
     """One timed row, with what else is known of it.
 
     `matrix_rate` is in operations and `bandwidth` in bytes a second, both measured; `counters` are the
-    values of a profile record, `kernels` its cells; `static` the row of the machine code that ran.
+    values of a profile record, `kernels` its cells; `static` the row of the machine code that ran. Of the
+    workload decode there are besides the bytes of K and V a second, and their share of the bandwidth of
+    reading. `counted_near` is the row of the same implementation at the nearest length of the sweep at which
+    bytes were counted, where they were not at this one.
     """
 
     sweep: str
@@ -72,6 +105,10 @@ class Evidence:
     counters: dict[str, Any] = field(default_factory=dict)
     kernels: list[dict[str, Any]] = field(default_factory=list)
     static: Row | None = None
+    workload: str = ATTENTION
+    key_value_bytes_per_second: float | None = None
+    share_of_read_bandwidth: float | None = None
+    counted_near: Evidence | None = None
     measured_at: str = ""
     commit: str | None = None
     dirty: bool | None = None
@@ -89,6 +126,29 @@ class Evidence:
     def memory_share(self) -> float:
         """The share of the bandwidth that the bytes it moves at least take up."""
         return self.bytes_moved / self.latency_ms * 1e3 / self.bandwidth
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the bytes are those that moved, and no lower bound."""
+        return self.bytes_from == COUNTED
+
+    @property
+    def is_floor(self) -> bool:
+        """Whether it computes less than attention on purpose, and so is no contender."""
+        return "not_attention" in self.marks
+
+    @property
+    def throughput(self) -> str:
+        """The workload's figure of merit without its unit: TFLOP/s, or TB/s of K and V."""
+        if self.workload == DECODE:
+            assert self.key_value_bytes_per_second is not None  # every decode record has it
+            return f"{self.key_value_bytes_per_second / RATES[DECODE].divisor:.3g}"
+        return rate_text(self.rate)
+
+    @property
+    def throughput_share(self) -> float | None:
+        """Which share it has of what was measured: of the matrix rate, or of the bandwidth of reading."""
+        return self.share_of_read_bandwidth if self.workload == DECODE else self.matrix_share
 
     @property
     def intensity(self) -> float:
@@ -113,19 +173,53 @@ def limits(row: Evidence) -> list[Limit]:
             Limit(LAUNCH, f"a launch takes the host{took}, and the device runs it in {_us(row.latency_ms)}")
         )
     matrix, memory = row.matrix_share, row.memory_share
-    share_of_matrix = f"{rate_text(row.rate)} TFLOP/s are {percent_text(matrix)} of the measured matrix rate"
-    share_of_memory = (
-        f"{bytes_text(row.bytes_moved)} ({WHERE_FROM[row.bytes_from]}) take {percent_text(memory)} of the"
-        " measured bandwidth"
-    )
     if matrix > HALF and matrix >= memory:
-        found.append(Limit(COMPUTE, f"{share_of_matrix}, and {share_of_memory}"))
+        found.append(Limit(COMPUTE, f"{_matrix_text(row)}, and {_memory_text(row)}"))
     elif memory > HALF:
-        found.append(Limit(MEMORY_BOUND, f"{share_of_memory}, and {share_of_matrix}"))
+        # How few operations a decode step has is no news: of the matrix rate only prefill is told.
+        also = "" if row.workload == DECODE else f", and {_matrix_text(row)}"
+        found.append(Limit(MEMORY_BOUND, f"{_memory_text(row)}{also}"))
+    elif not found and row.is_counted:
+        found.append(Limit(LATENCY, f"{_matrix_text(row)}, and {_memory_text(row)}{_waits(row)}"))
     elif not found:
-        found.append(Limit(LATENCY, f"{share_of_matrix}, and {share_of_memory}{_waits(row)}"))
+        found.append(Limit(UNDECIDED, f"{_matrix_text(row)}, and {_unknown_bytes(row)}"))
     found += [limit for limit in (_tensor_cores(row), _spilling(row), _power(row)) if limit]
     return found
+
+
+def _matrix_text(row: Evidence) -> str:
+    if row.workload == DECODE:
+        return f"its products reach {percent_text(row.matrix_share)} of the measured matrix rate"
+    return f"{rate_text(row.rate)} TFLOP/s are {percent_text(row.matrix_share)} of the measured matrix rate"
+
+
+def _memory_text(row: Evidence) -> str:
+    least = "" if row.is_counted else "at least "
+    text = (
+        f"{least}{bytes_text(row.bytes_moved)} ({WHERE_FROM[row.bytes_from]}) take"
+        f" {percent_text(row.memory_share)} of the measured bandwidth"
+    )
+    if row.workload == DECODE and row.throughput_share is not None:
+        text += f"; K and V are read with {throughput_text(row)}"
+    return text
+
+
+def throughput_text(row: Evidence) -> str:
+    """The workload's figure of merit, and which share that is of what was measured."""
+    what = "the measured read bandwidth" if row.workload == DECODE else "the measured matrix rate"
+    share = "" if row.throughput_share is None else f", {percent_text(row.throughput_share)} of {what}"
+    return f"{row.throughput} {RATES[row.workload].unit}{share}"
+
+
+def _unknown_bytes(row: Evidence) -> str:
+    text = (
+        "the bytes that moved were not counted here, only that they are at least"
+        f" {bytes_text(row.bytes_moved)} ({WHERE_FROM[row.bytes_from]})"
+    )
+    near = row.counted_near
+    return (
+        text if near is None else f"{text}; at seq_len {near.seq_len}, where they were, it is {words(near)}"
+    )
 
 
 def _tensor_cores(row: Evidence) -> Limit | None:
@@ -146,7 +240,8 @@ def _spilling(row: Evidence) -> Limit | None:
             return None
         return Limit(
             SPILLING,
-            f"{bytes_text(local)} go through local memory, {percent_text(local / l2_bytes)} of L2's bytes",
+            f"{bytes_text(loads)} are loaded from local memory and {bytes_text(stores)} stored there, while"
+            f" L2 moves {bytes_text(l2_bytes)}",
         )
     if row.static is not None and SPILLS in row.static["verdicts"]:
         loads, stores = row.static["loop_local_load"], row.static["loop_local_store"]
@@ -158,21 +253,31 @@ def _spilling(row: Evidence) -> Limit | None:
 def _power(row: Evidence) -> Limit | None:
     if "power cap" not in row.throttle_reasons:
         return None
-    watts = "" if row.power_w is None else f" at {row.power_w:.0f} W"
+    watts = "" if row.power_w is None else f", and was seen to draw up to {row.power_w:.0f} W"
     return Limit(POWER, f"the GPU held its clock down for its power cap{watts}")
 
 
 def _waits(row: Evidence) -> str:
     """The most frequent reason to wait of the kernel that takes longest, where the counters tell."""
-    if not row.kernels:
+    longest = longest_kernel(row)
+    stalls = waiting(longest) if longest else {}
+    if longest is None or not stalls:
         return ""
-    longest = max(row.kernels, key=lambda kernel: kernel["share"] or 0.0)
-    if not longest["stalls"]:
-        return ""
-    reason, warps = next(iter(longest["stalls"].items()))
+    reason, warps = next(iter(stalls.items()))
     return (
-        f"; in {one_line(longest['short_name'])} {warps:.1f} warps wait for {reason} for each one that issues"
+        f"; in {one_line(short_kernel_name(longest['name']))} {warps:.2g} warps wait for"
+        f" {STALLS.get(reason, reason)} for each one that issues"
     )
+
+
+def longest_kernel(row: Evidence) -> dict[str, Any] | None:
+    """The kernel that takes the greatest share of a call; None without counters."""
+    return max(row.kernels, key=lambda kernel: kernel["share"] or 0.0, default=None)
+
+
+def waiting(kernel: dict[str, Any]) -> dict[str, float]:
+    """A kernel's reasons to wait, the most frequent first; a warp that could issue does not wait."""
+    return {reason: warps for reason, warps in kernel["stalls"].items() if reason != NOT_SELECTED}
 
 
 def words(row: Evidence) -> str:
@@ -213,8 +318,23 @@ def evidence(plan: Plan, root: Path, static: list[Row], target: str | None) -> l
                 matrix_rate=roofline.values[f"{rate}_teraflops_per_second"] * 1e12,
                 bandwidth=bandwidth,
                 static=_static_row(plan, static, target, sweep, implementation, timing),
+                workload=job.spec["problem"]["workload"],
             )
         )
+    return with_counted_near(found)
+
+
+def with_counted_near(rows: Sequence[Evidence]) -> list[Evidence]:
+    """The rows, each that was not counted with that of the nearest length at which it was."""
+    found = []
+    for row in rows:
+        counted = [
+            other
+            for other in rows
+            if (other.sweep, other.implementation) == (row.sweep, row.implementation) and other.is_counted
+        ]
+        near = min(counted, key=lambda other: abs(math.log(other.seq_len / row.seq_len)), default=None)
+        found.append(replace(row, counted_near=None if row.is_counted else near))
     return found
 
 
@@ -227,9 +347,12 @@ def _evidence(
     matrix_rate: float,
     bandwidth: float,
     static: Row | None,
+    workload: str,
 ) -> Evidence:
     values = timing.values
-    counters = profile.values if profile.phase == PROFILE and profile.status == OK else {}
+    # Counters of other launch options are those of other machine code than was timed.
+    same = profile.values.get("options") == values.get("options")
+    counters = profile.values if profile.phase == PROFILE and profile.status == OK and same else {}
     moved, source = _bytes_moved(values["working_set_bytes"], memory, counters)
     return Evidence(
         *place,
@@ -247,6 +370,9 @@ def _evidence(
         counters=counters,
         kernels=profile.cells if counters else [],
         static=static,
+        workload=workload,
+        key_value_bytes_per_second=values.get(RATES[DECODE].column),
+        share_of_read_bandwidth=values.get("share_of_read_bandwidth"),
         measured_at=timing.started_at,
         commit=timing.circumstances.get("source", {}).get("commit"),
         dirty=timing.circumstances.get("source", {}).get("dirty"),
@@ -269,7 +395,6 @@ def _static_row(
     plan: Plan, static: list[Row], target: str | None, sweep: str, implementation: str, timing: Record
 ) -> Row | None:
     """The static profile's row of the options that were timed; None where it has none."""
-
     used = options_text(json.loads(timing.values.get("options") or "{}"))
     return next(
         (

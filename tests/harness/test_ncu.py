@@ -1,4 +1,4 @@
-"""Nsight Compute's output, read; on tables made by hand (tests/data/hand_made), until a real run is recorded.
+"""Nsight Compute's output, read: as it came from an H200 (tests/data/h200/ncu), and tables made by hand.
 
 The ncu on the PATH of these tests is a stand-in: it runs the application that it is given, as ncu does, and
 prints a table. It shows that the pipeline holds together, and nothing of any GPU.
@@ -6,6 +6,8 @@ prints a table. It shows that the pipeline holds together, and nothing of any GP
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 import os
 import stat
@@ -31,6 +33,76 @@ from harness.ncu import (
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data" / "hand_made"
 RAW, DETAILS = (DATA / f"ncu_{page}.csv" for page in ("raw", "details"))
+RECORDED = sorted((ROOT / "tests" / "data" / "h200" / "ncu").glob("*.log.gz"))
+SCORE_BYTES = 16 * 4096**2 * 2  # of the sweep article at 4096: 16 heads, fp16
+TENSOR_BYTES = 16 * 4096 * 64 * 2  # of its Q, K, V or output
+
+
+def recorded(name):
+    """The log of a real job, as it lay under logs/<environment>/profile/<sweep>/<implementation>/."""
+    (path,) = (path for path in RECORDED if path.name == f"{name}_4096.log.gz")
+    return gzip.decompress(path.read_bytes()).decode()
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name.removesuffix(".log.gz"))
+def test_every_number_of_a_real_log_is_what_the_log_says(path):
+    """Held against the log's own lines, looked up by the name of the column alone."""
+    log = gzip.decompress(path.read_bytes()).decode()
+    names, units, *rows = csv.reader(line for line in log.splitlines() if line.startswith('"'))
+    kernels = read_csv(log)
+    assert [kernel.name for kernel in kernels] == [row[names.index("Kernel Name")] for row in rows]
+    columns = {
+        "dram_read_bytes": ("dram__bytes_read.sum", "byte"),
+        "dram_write_bytes": ("dram__bytes_write.sum", "byte"),
+        "l2_bytes": ("lts__t_bytes.sum", "byte"),
+        "local_load_bytes": ("l1tex__t_bytes_pipe_lsu_mem_local_op_ld.sum", "byte"),
+        "local_store_bytes": ("l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum", "byte"),
+        "registers": ("launch__registers_per_thread", "register/thread"),
+        "duration_ns": ("gpu__time_duration.sum", "ns"),
+        "occupancy_percent": ("sm__warps_active.avg.pct_of_peak_sustained_active", "%"),
+    }
+    for quantity, (column, unit) in columns.items():
+        place = names.index(column)
+        assert units[place] == unit
+        shown = [float(row[place].replace(",", "")) for row in rows]
+        assert [kernel.quantity(quantity) for kernel in kernels] == shown
+        if unit == "byte":
+            assert counter_values(kernels)[quantity] == sum(shown)
+    for kernel, cell in zip(kernels, kernel_cells(kernels), strict=True):
+        assert list(cell["stalls"].values()) == sorted(cell["stalls"].values(), reverse=True)
+        assert "selected" not in cell["stalls"]
+        assert 0 <= kernel.quantity("tensor_pipe_percent") <= 100
+    values = counter_values(kernels)
+    assert None not in values.values()
+    assert values["kernel_count"] == len(rows)
+
+
+def test_what_was_counted_on_a_real_gpu_is_what_the_algorithms_must_move():
+    naive = read_csv(recorded("article_naive"))
+    assert len(naive) == 5
+    scores, scaled = naive[:2]
+    # The product writes the scores, and the scaling reads them and writes them again; caches keep a little.
+    assert scores.quantity("dram_read_bytes") == pytest.approx(2 * TENSOR_BYTES, rel=0.05)
+    assert scores.quantity("dram_write_bytes") == pytest.approx(SCORE_BYTES, rel=0.1)
+    assert scaled.quantity("dram_read_bytes") == pytest.approx(SCORE_BYTES, rel=0.01)
+    assert scaled.quantity("dram_write_bytes") == pytest.approx(SCORE_BYTES, rel=0.1)
+    for name in ("sdpa", "triton"):
+        values = counter_values(read_csv(recorded(f"article_{name}")))
+        assert values["kernel_count"] == 1
+        assert values["dram_read_bytes"] == pytest.approx(3 * TENSOR_BYTES, rel=0.01)
+        assert values["dram_write_bytes"] < TENSOR_BYTES  # the rest of it lies in L2 when the kernel ends
+        assert values["local_load_bytes"] == values["local_store_bytes"] == 0
+
+
+def test_the_local_memory_of_a_real_kernel_is_what_its_spilled_registers_take():
+    (kernel,) = read_csv(recorded("llm_triton"))
+    # ncu counts by itself how often a warp moves a spilled register: 32 threads, 4 bytes each.
+    spilled = kernel.metrics["sass__inst_executed_register_spilling"] * 32 * 4
+    moved = kernel.quantity("local_load_bytes") + kernel.quantity("local_store_bytes")
+    assert moved == pytest.approx(spilled, rel=1e-4)
+    assert moved > 500e6
+    assert kernel.quantity("registers") == 128
+    assert list(kernel.stalls())[:2] == ["barrier", "long_scoreboard"]
 
 
 @pytest.mark.parametrize("page", [RAW, DETAILS], ids=["raw", "details"])
@@ -66,10 +138,10 @@ def test_a_call_adds_up_its_kernels_bytes_and_weighs_their_percentages_by_time()
     assert not [name for name in values if "duration" in name or name.endswith(("_ns", "_ms"))]
 
 
-def test_every_kernel_of_a_call_is_a_cell_with_its_names_and_its_share_of_the_time():
+def test_every_kernel_of_a_call_is_a_cell_with_its_name_and_its_share_of_the_time():
     gemm, softmax = kernel_cells(read_csv(RAW.read_text()))
-    assert (gemm["short_name"], gemm["share"]) == ("gemm", 0.75)
-    assert (softmax["short_name"], softmax["share"]) == ("softmax_kernel", 0.25)
+    assert (gemm["name"], gemm["share"]) == ("void gemm<float, 2>(Params)", 0.75)
+    assert softmax["share"] == 0.25
     assert gemm["metrics"]["sm__throughput.avg.pct_of_peak_sustained_elapsed"] == 70
     json.dumps([gemm, softmax], allow_nan=False)
 
@@ -179,7 +251,7 @@ def test_the_script_makes_a_record_of_a_call_that_is_really_made(tmp_path, monke
     record, log = record_of(tmp_path, "naive")
     assert (record["status"], record["reason"]) == ("ok", None)
     assert record["values"]["dram_read_bytes"] == 4e6
-    assert [cell["short_name"] for cell in record["cells"]] == ["gemm", "softmax_kernel"]
+    assert [cell["name"][:9] for cell in record["cells"]] == ["void gemm", "softmax_k"]
     assert "==PROF== Profiling" in log  # as it came: this is what is recorded on a GPU
 
 
