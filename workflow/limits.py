@@ -32,7 +32,7 @@ NO_TENSOR = "no tensor cores"
 SPILLING = "spilling"
 POWER = "power-capped"
 HALF = 0.5  # a rate that is used by more than this limits
-FEW = 1.0  # percent of the tensor pipe: less is none
+PRODUCTS = 5.0  # percent of the tensor pipe: on an H200 kernels without a product were seen at up to 2.9
 SPILL_SHARE = 0.01  # of the bytes that L2 moves, in local memory: less is no spilling to speak of
 RULES = {
     LAUNCH: "the host takes longer to launch a call than the device to run it (the mark `launch_bound`)",
@@ -43,7 +43,8 @@ RULES = {
     " waits for: instructions wait for each other",
     UNDECIDED: "less than half of the matrix rate is reached, and the bytes that moved were not counted here:"
     " the least that they can be does not show that memory is idle",
-    NO_TENSOR: "the counters show the tensor pipe idle (below 1 %), or the machine code does not use it",
+    NO_TENSOR: "the counters show an idle tensor pipe; or the machine code that ran does not use it, and no"
+    " counter shows 5 % or more",
     SPILLING: "local memory takes 1 % or more as many bytes as L2 moves, or loops of the machine code load or"
     " store it",
     POWER: "the GPU named its power cap as a reason to throttle while samples were taken",
@@ -51,23 +52,23 @@ RULES = {
 # What a warp waits for, by the reasons that ncu names (NVIDIA's Kernel Profiling Guide, Warp Stall Reasons).
 NOT_SELECTED = "not_selected"
 STALLS = {
-    "barrier": "the other warps of its block at a barrier",
+    "barrier": "the other warps of the block at a barrier",
     "branch_resolving": "the target of a branch",
-    "dispatch_stall": "the dispatcher, which holds the instruction back",
-    "drain": "its last stores, before it ends",
-    "gmma": "the tensor cores, which work on its wgmma",
+    "dispatch_stall": "the dispatcher, which holds an instruction back",
+    "drain": "the last stores, before the end",
+    "gmma": "the tensor cores, which work on a wgmma",
     "imc_miss": "a constant that is not in the cache",
     "lg_throttle": "room in the queue for global and local memory",
     "long_scoreboard": "data from global or local memory",
     "math_pipe_throttle": "an arithmetic pipe that is taken",
     "membar": "a memory fence",
     "mio_throttle": "room in the queue for shared memory and special functions",
-    "no_instruction": "its next instruction, which is not in the cache",
-    NOT_SELECTED: "its turn: it could issue, and another warp did",
+    "no_instruction": "the next instruction, which is not in the cache",
+    NOT_SELECTED: "a turn: another warp that could issue did",
     "short_scoreboard": "data from shared memory, or a special function's result",
     "sleeping": "the end of a sleep",
     "tex_throttle": "room in the queue for textures",
-    "wait": "the fixed time that its own last instruction takes",
+    "wait": "the fixed time that the last instruction takes",
 }
 COUNTED, ALLOCATED, NEEDED = "counted", "allocated", "needed"
 WHERE_FROM = {
@@ -224,8 +225,11 @@ def _unknown_bytes(row: Evidence) -> str:
 
 def _tensor_cores(row: Evidence) -> Limit | None:
     busy = row.counters.get("tensor_pipe_percent")
-    if busy is not None:
-        return Limit(NO_TENSOR, f"its tensor pipe is busy {busy:.1f} % of the time") if busy < FEW else None
+    if row.is_floor or (busy is not None and busy >= PRODUCTS):
+        return None
+    # A short product, as in a decode step, keeps the pipe busy for as little as kernels that have none.
+    if busy == 0:
+        return Limit(NO_TENSOR, "its tensor pipe is idle all the time")
     if row.static is not None and NO_TENSOR_CORES in row.static["verdicts"]:
         return Limit(NO_TENSOR, f"its machine code for {row.static['target']} has no tensor-core instruction")
     return None
@@ -425,5 +429,6 @@ def percent_text(share: float) -> str:
 def bytes_text(count: float) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
+            digits = 3 if count < 999.5 * size else 4
+            return f"{count / size:.{digits}g} {unit}"
     return f"{count:.0f} bytes"

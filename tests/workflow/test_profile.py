@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -24,18 +25,24 @@ from workflow.limits import (
     NO_TENSOR,
     POWER,
     SPILLING,
+    UNDECIDED,
     Evidence,
     _bytes_moved,
+    bytes_text,
     limits,
+    with_counted_near,
     words,
 )
 from workflow.plan import Plan
 from workflow.profile_page import (
+    by_implementation,
     counter_sections,
+    differences,
     fault_lines,
     fewer_and_slower,
     in_short,
     limits_page,
+    limits_tables,
     profile_page,
     wins,
 )
@@ -45,6 +52,7 @@ from workflow.roofline_figure import roofline_figure
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "docs" / "results" / "h200" / "default" / "benchmark.csv"
 HAND_MADE = ROOT / "tests" / "data" / "hand_made" / "ncu_raw.csv"
+RECORDED = ROOT / "tests" / "data" / "h200" / "ncu"  # real logs of ncu, one for each call
 ENVIRONMENT = {
     "gpu": None, "cpu": "a CPU", "cpu_threads_torch": 2, "torch": "2", "triton": "3", "python": "3",
 }  # fmt: skip
@@ -139,29 +147,38 @@ def test_each_row_of_a_published_run_has_the_words_that_its_numbers_deserve(publ
     assert words(published["llm", 16384, "triton"]) == f"{COMPUTE}, {POWER}"
     assert "launch takes the host" in limits(published["article", 512, "sdpa"])[0].sentence
     assert "20 GiB" in limits(published["article", 8192, "naive"])[0].sentence
-    assert "at 678 W" in limits(published["llm", 16384, "triton"])[1].sentence
+    assert "up to 678 W" in limits(published["llm", 16384, "triton"])[1].sentence
 
 
 def test_who_wins_is_told_with_what_the_others_pay_for(published):
-    first = wins(list(published.values()))[0]
-    assert first.startswith(
-        "Sweep article, seq_len 8192: **sdpa** wins with 484 TFLOP/s, 61 % of the matrix rate;"
+    rows = list(published.values())
+    first, others = wins(rows)[:2]
+    assert first == (
+        "Sweep article, seq_len 8192: **sdpa** wins with 484 TFLOP/s, 61 % of the measured matrix rate."
     )
-    assert "naive takes 11.3 times as long: it moves at least 320 times the bytes" in first
-    assert "triton takes 1.04 times as long, moving as much" in first
     assert (
-        "Nothing that moves far fewer bytes than another is slower here."
-        in wins(list(published.values()))[-1]
+        "- **naive** takes 11.3 times as long: it moves at least 320 times the bytes that the problem needs,"
+        " which alone take 4.97 of its 6.4 ms at the measured bandwidth." in others
     )
+    # Neither was counted: nothing is said of whose bytes are more.
+    assert "- **triton** takes 1.04 times as long: it reaches 464 TFLOP/s" in others
+    assert "only counters of both would show" in others
+    assert "moving as much" not in others
+    (line,) = fewer_and_slower(rows)
+    assert line.startswith("Nothing here is slower than another that is known to move far more bytes.")
+    assert "the static profile below says" not in line  # there is none
 
 
 def test_a_kernel_that_moves_fewer_bytes_and_loses_is_told_with_its_limits(published):
     naive = published["article", 8192, "naive"]
     slow = replace(published["article", 8192, "triton"], latency_ms=9.9, static=scalar())
     (line,) = fewer_and_slower([naive, slow])
-    assert "**triton** moves fewer bytes than naive and is slower" in line
+    assert "**triton** is slower than naive, which moves at least 320 times the bytes" in line
+    assert "was not counted" in line
     assert "no tensor-core instruction" in line
     assert "its loops have 1627 loads and 1012 stores of spilled registers" in line
+    (line,) = fewer_and_slower([naive, replace(slow, bytes_from=COUNTED)])
+    assert "**triton** moves fewer bytes than naive and is slower" in line
 
 
 def scalar():
@@ -172,11 +189,125 @@ def scalar():
 
 
 def test_where_neither_rate_is_used_instructions_wait_and_the_counters_say_for_what(published):
-    row = replace(published["article", 4096, "triton"], latency_ms=2.0)
+    row = replace(published["article", 4096, "triton"], latency_ms=2.0, bytes_from=COUNTED)
     assert words(row) == LATENCY
     kernels = kernel_cells(read_csv(HAND_MADE.read_text()))
     (limit,) = limits(replace(row, kernels=kernels))
-    assert "in gemm 2.5 warps wait for long_scoreboard for each one that issues" in limit.sentence
+    assert "in gemm 2.5 warps wait for data from global or local memory for each one" in limit.sentence
+
+
+def counted(row):
+    """A row with the counters that ncu read on an H200 over the same call."""
+    log = RECORDED / f"{row.sweep}_{row.implementation}_{row.seq_len}.log.gz"
+    kernels = read_csv(gzip.decompress(log.read_bytes()).decode())
+    values = counter_values(kernels)
+    moved, source = _bytes_moved(row.minimal_bytes, Record(phase="memory", spec={}, status=ERROR), values)
+    return replace(row, counters=values, kernels=kernel_cells(kernels), bytes_moved=moved, bytes_from=source)
+
+
+def least(row):
+    """A row of which no more is known than what its problem needs."""
+    return replace(row, bytes_moved=row.minimal_bytes, bytes_from=NEEDED)
+
+
+def test_a_lower_bound_on_bytes_shows_no_idle_memory_and_counters_at_another_length_are_named_as_such(
+    published,
+):
+    """Naive attention moves 158 times the least: by the least alone it would pass for latency-bound."""
+    there, here = counted(published["article", 4096, "naive"]), least(published["article", 8192, "naive"])
+    assert words(here) == UNDECIDED
+    assert "the bytes that moved were not counted here" in limits(here)[0].sentence
+    assert words(there) == MEMORY_BOUND
+    near = with_counted_near([there, here, published["article", 8192, "sdpa"]])
+    assert [row.counted_near and row.counted_near.seq_len for row in near] == [None, 4096, None]
+    assert "at seq_len 4096, where they were, it is memory-bound" in limits(near[1])[0].sentence
+    text = "\n".join(by_implementation(near))
+    assert "By ncu, at seq_len 4096: DRAM moves 4.94 GiB, 158 times inputs and output" in text
+    # More than half of the bandwidth by the least alone is more than half all the same.
+    assert words(replace(here, latency_ms=0.02, matrix_rate=1e20)) == MEMORY_BOUND
+
+
+def test_why_a_kernel_is_slower_is_told_from_the_counters_of_both(published):
+    fast, slow = (counted(published["llm", 4096, name]) for name in ("sdpa", "triton"))
+    text = "; ".join(differences(slow, fast))
+    assert text.startswith("its tensor pipe is busy 52.7 % of the time, and that of sdpa 68.5 %")
+    assert "it spills registers (it has 128 registers a thread, sdpa 168): 548 MiB are loaded" in text
+    assert "2.3 wait for the other warps of the block at a barrier (1.6 in sdpa)" in text
+    assert "1.5 wait for data from global or local memory (0.65 in sdpa)" in text
+    assert "it is not short of warps: 25 % of those that fit are there, 14 % in sdpa" in text
+    # What its bytes explain is not explained by warps.
+    naive = counted(published["llm", 4096, "naive"])
+    assert [text.split(" ")[1] for text in differences(naive, fast)] == ["launches", "moves"]
+    assert "139 times the bytes of sdpa" in differences(naive, fast)[1]
+
+
+def test_where_the_longest_length_was_not_counted_the_counters_of_another_are_named_as_such(published):
+    names = ("sdpa", "triton")
+    rows = [counted(published["llm", 4096, name]) for name in names]
+    rows += [least(published["llm", 16384, name]) for name in names]
+    first, others = wins(rows)
+    assert first.startswith("Sweep llm, seq_len 16384: **sdpa** wins")
+    assert "At seq_len 4096, where ncu counted both and it takes 1." in others
+    assert "548 MiB are loaded from local memory" in others
+    # Where the other was the slower one, its counters explain nothing.
+    upset = [replace(rows[0], latency_ms=9.0), *rows[1:]]
+    assert "only counters of both would show" in wins(upset)[1]
+
+
+def decode(name, latency_ms, *marks):
+    """A decode step of 256 MiB of K and V, on a GPU that reads 4.4 TB/s."""
+    size = 2**28
+    return Evidence(
+        *("decode", 65536, name),
+        latency_ms=latency_ms,
+        flop_count=4 * size,
+        minimal_bytes=size + 16384,
+        bytes_moved=size + 16384,
+        bytes_from=NEEDED,
+        matrix_rate=790e12,
+        bandwidth=4.4e12,
+        marks=marks,
+        workload="decode",
+        key_value_bytes_per_second=size / latency_ms * 1e3,
+        share_of_read_bandwidth=size / latency_ms * 1e3 / 4.4e12,
+    )
+
+
+def test_a_floor_is_no_contender_and_the_winner_is_held_against_it():
+    rows = [decode("fast", 0.07), decode("slow", 0.08), decode("read", 0.065, "not_attention")]
+    first, others = wins(rows)
+    assert first.startswith("Sweep decode, seq_len 65536: **fast** wins with 3.83 TB/s")
+    assert "It takes 1.08 times as long as the floor read" in first
+    assert "read" not in others.replace("read bandwidth", "")
+    assert wins([rows[0], rows[2]]) == ["No two implementations have a number at the same length."]
+    assert "read (sweep decode, a floor): memory-bound at 65536." in in_short(rows, [], "cuda")
+    assert NO_TENSOR not in words(replace(rows[2], counters={"tensor_pipe_percent": 0.0}))
+
+
+def test_a_decode_step_is_told_in_bytes_of_keys_and_values_a_second():
+    row = decode("fast", 0.07)
+    (limit,) = limits(row)
+    assert "K and V are read with 3.83 TB/s, 87 % of the measured read bandwidth" in limit.sentence
+    assert "TFLOP/s" not in limit.sentence
+    title, table = limits_tables([row])
+    assert "K and V (TB/s)" in table
+    assert "of the read bandwidth" in table
+    assert "TFLOP/s" not in title + table
+    assert "3.83" in limits_page([row])
+
+
+def test_a_short_product_is_not_taken_for_none(published):
+    """A decode step keeps the tensor pipe busy for as little as kernels do that have no product."""
+    row = replace(published["article", 4096, "triton"], counters={"tensor_pipe_percent": 0.7})
+    assert NO_TENSOR not in words(row)
+    assert NO_TENSOR in words(replace(row, static=scalar()))
+    assert NO_TENSOR in words(replace(row, counters={"tensor_pipe_percent": 0.0}))
+
+
+def test_bytes_are_written_with_three_figures():
+    assert [bytes_text(count) for count in (12, 1000 * 2**20, 999 * 2**20, 2**30, 1.5 * 2**30)] == [
+        "12 bytes", "1000 MiB", "999 MiB", "1 GiB", "1.5 GiB",
+    ]  # fmt: skip
 
 
 def test_counters_overrule_what_the_machine_code_only_suggests(published):
@@ -235,9 +366,11 @@ def test_every_kernel_of_a_call_is_named_and_what_could_not_be_counted_says_why(
     text = "\n".join(counter_sections(counters(naive=OK, sdpa=UNSUPPORTED), "cuda"))
     assert "gemm" in text
     assert "softmax\\_kernel" in text
+    assert "### Sweep tiny, seq_len 128" in text
     assert "3.81 MiB / 1.43 MiB" in text  # DRAM read and written, the two kernels together
     assert "sdpa at seq_len 128 (sweep tiny): unsupported: why \\| sdpa" in text
     assert "long\\_scoreboard 6.5" in text
+    assert "long\\_scoreboard: waits for data from global or local memory." in text
 
 
 def test_where_nothing_can_be_counted_the_page_says_why_once():
@@ -270,5 +403,5 @@ def test_the_roofline_has_every_implementation_both_roofs_and_the_same_bytes_eac
 def test_the_html_table_has_every_row_and_its_reasons(published):
     table = limits_page(list(published.values()))
     assert table.count("<tr>") == len(published) + 1
-    assert "power cap at 678 W" in table
+    assert "power cap, and was seen to draw up to 678 W" in table
     assert "No latency was measured" in limits_page([])
