@@ -27,8 +27,8 @@ counts have arrived, and whoever waits names the parity of the phase, which alte
 tests/kernels/barrier_model.py is this protocol in plain Python; it steps the partitions in all orders and
 looks for deadlocks and for buffers that are overwritten while they are in use.
 
-Compiles with Triton 3.6 and 3.7; 3.9 has other names for the TMA copies. Where the compiler puts the barriers
-in shared memory is assumed here and checked before a compiled kernel's first launch.
+Compiles with Triton 3.6, 3.7 and 3.9. Where the compiler puts the barriers in shared memory is assumed here,
+and checked before a compiled kernel's first launch.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -57,6 +57,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.inputs import check_inputs
+
+# TMA's copies; Triton 3.9 has other names for them.
+_copy_to_shared = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_copy_to_global = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 WARPGROUP_ROWS = gl.constexpr(64)  # query rows of one consumer: the M of a wgmma instruction
 Q_SLOTS = gl.constexpr(2)  # the next tile's Q arrives while this tile's is in use
@@ -264,7 +268,7 @@ def _producer(
         # What the tile is and its Q go to the consumers together.
         _publish(slot, first_query, blocks, batch, head, Q_BYTES, STAGES, BARRIERS_AT)
         for consumer in gl.static_range(CONSUMERS):
-            tma.async_copy_global_to_shared(
+            _copy_to_shared(
                 q_descriptor, [batch, head, first_query + consumer * WARPGROUP_ROWS, 0],
                 barriers.index(Q_FULL + slot), q_smem.index(slot * CONSUMERS + consumer),
             )  # fmt: skip
@@ -284,10 +288,8 @@ def _producer(
             has_v = unit > 0
             mbarrier.expect(full, 2 * K_BYTES, pred=has_v)
             mbarrier.expect(full, K_BYTES, pred=unit == 0)
-            tma.async_copy_global_to_shared(k_descriptor, [batch, kv_head, row, 0], full, k_smem.index(stage))
-            tma.async_copy_global_to_shared(
-                v_descriptor, [v_batch, v_head, v_row, 0], full, v_smem.index(stage), pred=has_v
-            )
+            _copy_to_shared(k_descriptor, [batch, kv_head, row, 0], full, k_smem.index(stage))
+            _copy_to_shared(v_descriptor, [v_batch, v_head, v_row, 0], full, v_smem.index(stage), pred=has_v)
             v_batch, v_head, v_row = batch, kv_head, row
             unit += 1
 
@@ -307,9 +309,7 @@ def _producer(
     stage = unit % STAGES
     _wait(EMPTY + stage, (unit // STAGES & 1) ^ 1, BARRIERS_AT)
     mbarrier.expect(barriers.index(stage), K_BYTES)
-    tma.async_copy_global_to_shared(
-        v_descriptor, [v_batch, v_head, v_row, 0], barriers.index(stage), v_smem.index(stage)
-    )
+    _copy_to_shared(v_descriptor, [v_batch, v_head, v_row, 0], barriers.index(stage), v_smem.index(stage))
 
 
 # ---- the online softmax ----
@@ -623,7 +623,7 @@ def _consumer(
         o = o * reciprocal[:, None]
         q_tile.reshape([WARPGROUP_ROWS, HEAD_DIM]).store(o.to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_descriptor, [this_batch, this_head, first_row, 0], q_tile)
+        _copy_to_global(o_descriptor, [this_batch, this_head, first_row, 0], q_tile)
         s = warpgroup_mma_wait(0, deps=(s_next,))
         _arrive(EMPTY + stage, BARRIERS_AT)
         unit += 1
@@ -1058,7 +1058,8 @@ def _constants(options: Mapping[str, Any], seq_len_k: int, causal: bool) -> dict
 
 def _launch_options(options: Mapping[str, Any]) -> dict[str, Any]:
     # The launch has the warps of consumer 0; the other partitions add theirs.
-    return {"num_warps": 4, "maxnreg": MAX_REGISTERS[options["consumers"]]}
+    # Fusion is today's default, said aloud: a later Triton has another one.
+    return {"num_warps": 4, "maxnreg": MAX_REGISTERS[options["consumers"]], "enable_fp_fusion": True}
 
 
 def _candidates(head_dim: int, causal: bool, seq_len_k: int) -> list[dict[str, Any]]:
