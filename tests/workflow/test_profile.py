@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ from harness.ncu import counter_values, kernel_cells, read_csv
 from harness.record import ERROR, OK, UNSUPPORTED, Record
 from tests.workflow.checkout import Checkout, small_config
 from workflow.config import load_config
+from workflow.figures import COLOURS
 from workflow.limits import (
     ALLOCATED,
     COMPUTE,
@@ -398,6 +400,35 @@ def test_the_roofline_has_every_implementation_both_roofs_and_the_same_bytes_eac
         assert text in svg
     assert svg == roofline_figure("article", rows)
     assert "no number to draw" in roofline_figure("article", [])
+
+
+def test_the_roofline_joins_no_bound_to_a_count_and_says_what_is_hollow(published):
+    bounds = [least(published["article", seq_len, "naive"]) for seq_len in (2048, 4096, 8192)]
+    svg = roofline_figure("article", bounds)
+    assert "Hollow: its bytes are a lower bound" in svg
+    assert joined_points(svg) == 3
+    mixed = [bounds[0], counted(published["article", 4096, "naive"]), bounds[2]]
+    assert joined_points(roofline_figure("article", mixed)) == 2
+    assert "Hollow" not in roofline_figure("article", [mixed[1]])
+
+
+def joined_points(svg):
+    """How many points the faint lines of a roofline join."""
+    lines = re.findall(r'<path d="([^"]*)"[^>]*stroke-opacity: 0\.6', svg)
+    return sum(line.count("L") + 1 for line in lines if "L" in line)
+
+
+def test_a_roofline_far_below_the_matrix_rate_leaves_it_out_and_says_so():
+    rows = [decode("fast", 0.07), decode("read", 0.065, "not_attention")]
+    svg = roofline_figure("decode", rows, ["naive", "fast", "read"])
+    assert "is the roof from 180 FLOP / byte on, to the right of this figure" in svg
+    assert "matrix rate 790" not in svg
+    assert "read (floor)" in svg
+    # An implementation looks as it does in the run's other figures, whichever sweep it is in.
+    assert COLOURS[1] in svg
+    assert COLOURS[2] in svg
+    assert COLOURS[1] in roofline_figure("decode", rows[:1], ["naive", "fast", "read"])
+    assert COLOURS[1] not in roofline_figure("decode", rows[:1])
 
 
 def test_the_html_table_has_every_row_and_its_reasons(published):

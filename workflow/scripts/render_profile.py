@@ -16,6 +16,7 @@ from harness.record import write_atomically
 from workflow import static_profile
 from workflow.command import plan_of, plan_parser
 from workflow.limits import evidence
+from workflow.plan import CORRECTNESS
 from workflow.profile_page import counted, fault_lines, in_short, limits_page, profile_page
 from workflow.roofline_figure import roofline_figure
 from workflow.story import bullets
@@ -39,8 +40,10 @@ counters = counted(plan, Path.cwd())
 rows = evidence(plan, Path.cwd(), static, target)
 if arguments.page:
     figures = {path.stem.removesuffix("_roofline"): path for path in arguments.figures}
+    # The order in which the other figures give out their colours.
+    names = list(dict.fromkeys(job.implementation for job in plan.jobs() if job.phase == CORRECTNESS))
     for sweep, path in figures.items():
-        write_atomically(path, roofline_figure(sweep, [row for row in rows if row.sweep == sweep]))
+        write_atomically(path, roofline_figure(sweep, [row for row in rows if row.sweep == sweep], names))
     linked = {sweep: os.path.relpath(path, arguments.page.parent) for sweep, path in figures.items()}
     write_atomically(arguments.table, limits_page(rows))
     page = profile_page(rows, counters, static, environment, plan.device, linked)
