@@ -1,7 +1,8 @@
-"""Publishing a run: its rendered pages copied under docs/, and the README's part taken from there."""
+"""Publishing a run: its rendered pages copied under docs/, and parts of README and docs taken from there."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -34,9 +35,15 @@ def publish(files: Sequence[Path], folder: Path) -> None:
         shutil.copyfile(file, target / file.name)
 
 
-def with_included(readme: str, root: Path) -> str:
-    """The README with each included part as its file has it now: a page (its headings two levels down)
-    or a figure.
+def including_pages(root: Path) -> list[Path]:
+    """The pages written by hand into which parts of published runs are taken."""
+    pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return [page for page in pages if INCLUDE.search(page.read_text(encoding="utf-8"))]
+
+
+def with_included(text: str, root: Path, folder: Path | None = None) -> str:
+    """A page with each included part as its file has it now: a page (its headings two levels down) or a
+    figure. The part's file is named from root; folder, root unless given, is the one that holds the page.
 
     Raises FileNotFoundError for a part whose file is not there.
     """
@@ -46,9 +53,10 @@ def with_included(readme: str, root: Path) -> str:
             if not (root / match["file"]).is_file():
                 raise FileNotFoundError(match["file"])
             title = Path(match["file"]).stem.replace("_", ", ")
-            return f"{match[1]}\n![{title}]({match['file']})\n\n{match[3]}"
+            link = Path(os.path.relpath(root / match["file"], folder or root)).as_posix()
+            return f"{match[1]}\n![{title}]({link})\n\n{match[3]}"
         page = (root / match["file"]).read_text(encoding="utf-8")
         body = "\n".join(line for line in page.splitlines() if not line.startswith("# ")).strip()
         return f"{match[1]}\n{re.sub(r'(?m)^## ', '#### ', body)}\n\n{match[3]}"
 
-    return INCLUDE.sub(include, readme)
+    return INCLUDE.sub(include, text)

@@ -6,15 +6,32 @@ from pathlib import Path
 
 import pytest
 
-from workflow.publish import INCLUDE, machine_name, publish, with_included
+from workflow.publish import INCLUDE, including_pages, machine_name, publish, with_included
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_readme_shows_the_published_run_as_it_is():
-    readme = (ROOT / "README.md").read_text()
-    assert len(list(INCLUDE.finditer(readme))) >= 2  # a table and a figure
-    assert with_included(readme, ROOT) == readme
+def test_the_readme_and_the_docs_show_the_published_runs_as_they_are():
+    readme = ROOT / "README.md"
+    assert len(list(INCLUDE.finditer(readme.read_text()))) >= 2  # a table and a figure
+    assert readme in including_pages(ROOT)
+    for page in including_pages(ROOT):
+        assert with_included(page.read_text(), ROOT, page.parent) == page.read_text()
+
+
+def test_a_page_of_the_docs_finds_its_figure_from_where_it_is(tmp_path):
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "results" / "sweep_latency.svg").write_text("<svg/>")
+    page = tmp_path / "docs" / "kernel.md"
+    page.write_text(
+        "<!-- included from docs/results/sweep_latency.svg by `snakemake publish`; do not edit -->\n"
+        "<!-- end of what is included -->\n"
+    )
+    (tmp_path / "docs" / "other.md").write_text("nothing is included here\n")
+    (tmp_path / "README.md").write_text("nor here\n")
+    assert including_pages(tmp_path) == [page]
+    renewed = with_included(page.read_text(), tmp_path, page.parent)
+    assert "![sweep, latency](results/sweep_latency.svg)" in renewed
 
 
 def test_an_included_page_follows_its_file_with_lower_headings_and_no_title(tmp_path):
