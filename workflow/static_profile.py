@@ -46,6 +46,11 @@ COLUMNS = (
     *(f"loop_{name}" for name in ("instructions", *MIX)),
     *("verdicts", "warnings", "triton", "ptxas", "ptxas-blackwell", "nvdisasm", "marks"),
 )
+# Of the columns below those of the page's tables: the whole mix is in the CSV and in the report's table.
+ON_THE_PAGE = (
+    *("target", "options", "registers", "LDL / STL (in loops)", "shared memory (KiB)", "warps"),
+    *("tensor cores", "FFMA", "verdicts"),
+)
 # The article's table for its Tesla T4 (fp16, 16 heads, head_dim 64, not causal), TFLOP/s by seq_len, and
 # the T4's bandwidth by its data sheet. Quoted, not measured here.
 ARTICLE_TARGET = "sm_75"
@@ -123,14 +128,21 @@ def static_sections(rows: Sequence[Row]) -> list[str]:
         parts += [
             f"## Compiled: sweep {table_text(sweep)}",
             f"head_dim {first['head_dim']}, {mask}, {first['dtype']}.",
-            markdown([_shown(row) for row in mine if row["status"] == OK]) if any_ok(mine) else "",
+            *_kernel_tables(mine),
             bullets(_refused(mine)),
         ]
     return [*parts, legend()]
 
 
-def any_ok(rows: Sequence[Row]) -> bool:
-    return any(row["status"] == OK for row in rows)
+def _kernel_tables(rows: Sequence[Row]) -> list[str]:
+    """A table for each kernel of a sweep, of the columns that verdicts rest on."""
+    parts = []
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        compiled = [_shown(row) for row in rows if row["kernel"] == kernel and row["status"] == OK]
+        if compiled:
+            parts.append(f"{table_text(kernel)}:")
+            parts.append(markdown([{name: row[name] for name in ON_THE_PAGE} for row in compiled]))
+    return parts
 
 
 def compiled_line(rows: Sequence[Row]) -> str:
@@ -157,10 +169,18 @@ def in_short(rows: Sequence[Row]) -> list[str]:
             continue
         counts = {verdict: sum(verdict in verdicts_of(row) for row in mine) for verdict in VERDICTS}
         carried = [f"`{verdict}` in {count} of {len(mine)}" for verdict, count in counts.items() if count]
+        without = sum(not _has_products(row) for row in mine)
+        if counts[NO_TENSOR_CORES] and without:
+            carried[0] += f" ({without} more {'has' if without == 1 else 'have'} no products)"
         used = [group for group in TENSOR_CORE_GROUPS if any(row[group] for row in mine)]
         cores = f"tensor cores through {listed(used)}" if used else "products run on the fp32 pipes"
         lines.append(f"`{target}`: {cores}; {'; '.join(carried) or 'no verdict against any'}.")
     return lines
+
+
+def _has_products(row: Row) -> bool:
+    """Whether there is something for tensor cores to do; a floor, which computes next to nothing, has not."""
+    return NO_TENSOR_CORES in verdicts_of(row) or any(row[group] for group in TENSOR_CORE_GROUPS)
 
 
 def verdicts_of(row: Row) -> list[str]:
@@ -234,7 +254,7 @@ def _spill_sentences(there: Sequence[Row]) -> list[str]:
         worst = max(spilling, key=lambda row: row["stack_bytes"])
         spills = worst["loop_local_load"] + worst["loop_local_store"]
         sentences.append(
-            f"**Accumulators go through memory.** With {worst['options']} a thread has {worst['registers']}"
+            f"**Registers are spilled to memory.** With {worst['options']} a thread has {worst['registers']}"
             f" registers, needs {worst['stack_bytes']:,} bytes of stack besides, and the code has"
             f" {worst['local_load']:,} loads and {worst['local_store']:,} stores of local memory:"
             f" {_percent(spills, worst['loop_instructions'])} of the loop's instructions, where"
@@ -281,7 +301,10 @@ def _other_targets(rows: Sequence[Row], there: Sequence[Row]) -> list[str]:
         )
     if not found:
         return []
-    return [f"**The same source and tile elsewhere** ({worst['options']}): {'; '.join(found)}."]
+    return [
+        f"**The same source and tile elsewhere** ({worst['options']}): {'; '.join(found)}. One instruction"
+        " of a later tensor core does many times the work of an earlier one's."
+    ]
 
 
 def _tile_table(there: Sequence[Row]) -> str:
@@ -319,7 +342,7 @@ def _shown(row: Row) -> dict[str, str]:
         "LDL / STL (in loops)": local,
         "shared memory (KiB)": shared,
         "warps": f"{row['warps_per_multiprocessor']} ({share} %), by {row['occupancy_limiter']}",
-        "tensor cores": ", ".join(cores) or "none",
+        "tensor cores": ", ".join(cores) or ("none" if _has_products(row) else "no products"),
         "FFMA": str(row["fp32_multiply_add"]),
         "MUFU": str(row["special_function"]),
         "global": f"{row['global_load']} / {row['global_store']}",
@@ -351,7 +374,9 @@ def legend() -> str:
         "Counts are of instructions in the program text, loads before stores; LDL and STL are loads and"
         " stores of local memory, which is where spilled registers go. Warps: how many one multiprocessor"
         " holds at once by the published limits, and which limit that is. Shared memory is a block's, of the"
-        " most that one may have.\n\n" + "\n".join(lines)
+        " most that one may have. Stack bytes and the rest of the mix (MUFU, global and shared memory, async"
+        " copies, TMA, barriers) are in `results/static_profile.csv`, which `snakemake static_profile`"
+        " writes.\n\n" + "\n".join(lines)
     )
 
 

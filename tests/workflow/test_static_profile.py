@@ -149,6 +149,26 @@ def test_the_lines_in_short_count_verdicts_by_target():
     ]
 
 
+def test_a_floor_is_not_counted_among_what_has_no_tensor_cores():
+    """It has no products: nothing that tensor cores would do."""
+    floor = row(kernel="read", fp32_multiply_add=0, verdicts="")
+    (line,) = in_short([row(), floor])
+    assert line.endswith("`no tensor cores` in 1 of 2 (1 more has no products).")
+    page = static_page([row(), floor])
+    floors = [line for line in page.split("read:")[1].splitlines() if line.startswith("| sm_75")]
+    assert ["no products" in line for line in floors] == [True]
+
+
+def test_the_page_shows_the_columns_that_verdicts_rest_on_and_the_csv_and_the_report_the_whole_mix():
+    page, table = static_page([row(mma=64)]), static_table_page([row(mma=64)])
+    (header,) = [line for line in page.splitlines() if "| target" in line]
+    assert header.count("|") == 10
+    for name in ("MUFU", "barriers"):
+        assert name not in header
+        assert name in table
+    assert {"special_function", "barrier", "stack_bytes"} <= set(COLUMNS)
+
+
 def test_what_failed_stands_on_the_page_and_in_the_table_escaped():
     rows = [row(), row("sm_90", status="error", reason="bad <b> | pipe", verdicts="")]
     assert fault_lines(rows) == ["error: flash for sm_90 (sweep article; tile 64): bad <b> | pipe"]
