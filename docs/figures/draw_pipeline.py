@@ -6,10 +6,10 @@ A schedule, not a measurement: the lengths are chosen, the order is the kernel's
 from pathlib import Path
 
 import matplotlib
+import matplotlib.pyplot as plt
 
 matplotlib.use("svg")
 matplotlib.rcParams.update({"svg.hashsalt": "pipeline", "svg.fonttype": "none", "font.size": 9})
-import matplotlib.pyplot as plt
 
 BLOCKS = 4
 LOADS, PRODUCTS, SOFTMAX = "#9ecae1", "#08519c", "#fdae6b"

@@ -16,7 +16,7 @@ parser.add_argument("--environment", type=Path, help="the run's environment.json
 parser.add_argument("--config-name", help="what the run is called")
 parser.add_argument("--files", nargs="*", type=Path, default=[])
 parser.add_argument(
-    "--pages-only", action="store_true", help="publish nothing; renew the parts of README and docs"
+    "--pages-only", action="store_true", help="publish nothing; renew what README and docs include"
 )
 arguments = parser.parse_args()
 
