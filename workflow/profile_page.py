@@ -176,7 +176,9 @@ def by_implementation(rows: Sequence[Evidence]) -> list[str]:
             last = _of(rows, sweep, name)[-1]
             text = "; ".join(f"**{limit.word}**: {limit.sentence}" for limit in limits(last))
             lines.append(f"{_place(last)}: {text}. {_counters_in_words(last)}")
-        parts += [f"**{table_text(name)}**", bullets(line.strip() for line in lines)]
+        floor = any(row.is_floor for row in rows if row.implementation == name)
+        title = f"**{table_text(name)}**{' (a floor, which computes less)' if floor else ''}"
+        parts += [title, bullets(line.strip() for line in lines)]
     return parts
 
 
@@ -233,6 +235,8 @@ def _place(row: Evidence) -> str:
 
 def _why_slower(slow: Evidence, fast: Evidence, rows: Sequence[Evidence]) -> str:
     """What is known of why one takes longer: counters of both here, else elsewhere, else bounds and rates."""
+    if _times(slow, fast) == "1":
+        return f"**{table_text(slow.implementation)}** takes as long, to three figures."
     text = f"**{table_text(slow.implementation)}** takes {_times(slow, fast)} times as long"
     launch = [limit.sentence for limit in limits(slow) if limit.word == LAUNCH]
     if slow.is_counted and fast.is_counted:

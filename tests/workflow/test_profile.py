@@ -30,6 +30,7 @@ from workflow.limits import (
     UNDECIDED,
     Evidence,
     _bytes_moved,
+    _evidence,
     bytes_text,
     limits,
     with_counted_near,
@@ -296,6 +297,41 @@ def test_a_decode_step_is_told_in_bytes_of_keys_and_values_a_second():
     assert "of the read bandwidth" in table
     assert "TFLOP/s" not in title + table
     assert "3.83" in limits_page([row])
+
+
+def test_of_two_that_take_as_long_nothing_is_explained():
+    assert wins([decode("one", 0.07), decode("other", 0.0701)])[1] == (
+        "- **other** takes as long, to three figures."
+    )
+
+
+def test_two_that_both_live_on_memory_are_compared_by_bytes_and_bandwidth():
+    fast, slow = decode("fast", 0.07), decode("slow", 0.08)
+    fast, slow = (
+        replace(row, bytes_from=COUNTED, counters={"kernel_count": 1, "tensor_pipe_percent": 3.0})
+        for row in (fast, slow)
+    )
+    assert differences(replace(slow, bytes_moved=300 * 2**20), fast) == [
+        "it moves 1.17 times the bytes of fast, at 89 % of the measured bandwidth, and fast at 87 %"
+    ]
+
+
+def test_counters_of_other_launch_options_than_were_timed_are_not_the_rows():
+    values = {"latency_ms": 1.0, "flop_count": 1, "working_set_bytes": 10, "options": "{}"}
+    timing = Record(phase="timing", spec={}, status=OK, values=values)
+    memory = Record(phase="memory", spec={}, status=ERROR, reason="none")
+    found = {"dram_read_bytes": 30.0, "dram_write_bytes": 3.0}
+    for options, source in (("{}", COUNTED), ('{"tile_q":64}', NEEDED)):
+        profile = Record(phase="profile", spec={}, status=OK, values={"options": options, **found})
+        row = _evidence(
+            *(("tiny", 64, "triton"), timing, memory, profile),
+            matrix_rate=1e12,
+            bandwidth=1e12,
+            static=None,
+            workload="attention",
+        )
+        assert row.bytes_from == source
+        assert bool(row.counters) == (source == COUNTED)
 
 
 def test_a_short_product_is_not_taken_for_none(published):
