@@ -12,6 +12,7 @@ from harness.kernel_names import element_operation, short_kernel_name
 from harness.problem import DECODE, Problem
 from harness.record import FAULTS, MARKS, OK, Record
 from workflow.limits import (
+    COUNTED,
     HALF,
     LAUNCH,
     NO_TENSOR,
@@ -160,6 +161,10 @@ def rules_text(rows: Sequence[Evidence]) -> str:
     sources = dict.fromkeys(row.bytes_from for row in rows)
     lines = [f"{word}: {text}." for word, text in RULES.items() if word in used]
     lines += [f"bytes {source}: {WHERE_FROM[source]}." for source in sources]
+    if set(sources) - {COUNTED}:
+        lines.append(
+            "≥: bytes that were not counted are a lower bound, but for output that stays in the cache."
+        )
     if any(row.workload == DECODE for row in rows):
         lines.append("K and V: their bytes over the latency, against the bandwidth of reading alone.")
     carried = {mark for row in rows for mark in row.marks} - {"launch_bound"}  # a word of its own, above
