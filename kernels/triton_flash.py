@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.inputs import check_inputs
 
@@ -46,13 +47,32 @@ def _load_tile(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _described_tile(
+    descriptor: tl.tensor,
+    batch: tl.tensor,
+    kv_head: tl.tensor,
+    start: tl.tensor,
+    TILE_K: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+) -> tl.tensor:
+    """Load a tile of K or V, (TILE_K, PADDED_DIM), by its tensor descriptor; what lies outside is 0."""
+    tile = descriptor.load([batch, kv_head, start, 0]).reshape([TILE_K, PADDED_DIM])
+    if INTERPRETED:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _visit_keys(
     weighted_sum: tl.tensor,
     row_max: tl.tensor,
     row_sum: tl.tensor,
     q: tl.tensor,
-    k_head: tl.tensor,
-    v_head: tl.tensor,
+    k_source: tl.tensor,
+    v_source: tl.tensor,
+    batch: tl.tensor,
+    kv_head: tl.tensor,
     k_stride: tl.tensor,
     v_stride: tl.tensor,
     queries: tl.tensor,
@@ -67,23 +87,32 @@ def _visit_keys(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     KEY_TAIL: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold the keys from begin to end into the weighted sum of V, the row maximum and the row sum."""
+    """Fold the keys from begin to end into the weighted sum of V, the row maximum and the row sum.
+
+    k_source and v_source are pointers to the head, or with DESCRIPTORS tensor descriptors: then the copy
+    engine computes the addresses, and reads 0 past the end.
+    """
     PAD: tl.constexpr = PADDED_DIM != HEAD_DIM
     dims = tl.arange(0, PADDED_DIM)
     columns = tl.arange(0, TILE_K)
-    k_offsets = columns[None, :] * k_stride + dims[:, None]
-    v_offsets = columns[:, None] * v_stride + dims[None, :]
-    k_tile = k_head + tl.cast(begin, tl.int64) * k_stride
-    v_tile = v_head + tl.cast(begin, tl.int64) * v_stride
+    if not DESCRIPTORS:
+        k_offsets = columns[None, :] * k_stride + dims[:, None]
+        v_offsets = columns[:, None] * v_stride + dims[None, :]
+        k_tile = k_source + tl.cast(begin, tl.int64) * k_stride
+        v_tile = v_source + tl.cast(begin, tl.int64) * v_stride
     for start in tl.range(begin, end, TILE_K, loop_unroll_factor=UNROLL):
         keys = start + columns
         in_length = keys < seq_len_k
-        k = _load_tile(
-            k_tile + k_offsets, in_length[None, :], dims[:, None] < HEAD_DIM,
-            MASKED and KEY_TAIL, PAD, INTERPRETED,
-        )  # fmt: skip
+        if DESCRIPTORS:
+            k = _described_tile(k_source, batch, kv_head, start, TILE_K, PADDED_DIM, INTERPRETED).T
+        else:
+            k = _load_tile(
+                k_tile + k_offsets, in_length[None, :], dims[:, None] < HEAD_DIM,
+                MASKED and KEY_TAIL, PAD, INTERPRETED,
+            )  # fmt: skip
         scores = tl.dot(q, k)
         if MASKED and KEY_TAIL:
             scores = tl.where(in_length[None, :], scores, float("-inf"))
@@ -99,13 +128,17 @@ def _visit_keys(
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         weighted_sum = weighted_sum * rescale[:, None]
 
-        v = _load_tile(
-            v_tile + v_offsets, in_length[:, None], dims[None, :] < HEAD_DIM,
-            MASKED and KEY_TAIL, PAD, INTERPRETED,
-        )  # fmt: skip
+        if DESCRIPTORS:
+            v = _described_tile(v_source, batch, kv_head, start, TILE_K, PADDED_DIM, INTERPRETED)
+        else:
+            v = _load_tile(
+                v_tile + v_offsets, in_length[:, None], dims[None, :] < HEAD_DIM,
+                MASKED and KEY_TAIL, PAD, INTERPRETED,
+            )  # fmt: skip
         weighted_sum = tl.dot(weights.to(v.dtype), v, weighted_sum)
-        k_tile += tl.cast(k_stride, tl.int64) * TILE_K
-        v_tile += tl.cast(v_stride, tl.int64) * TILE_K
+        if not DESCRIPTORS:
+            k_tile += tl.cast(k_stride, tl.int64) * TILE_K
+            v_tile += tl.cast(v_stride, tl.int64) * TILE_K
     return weighted_sum, row_max, row_sum
 
 
@@ -153,12 +186,14 @@ def _flash_forward(
     SCALE_SIGN: tl.constexpr,
     HEAD_GROUP: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
     """Compute TILE_Q rows of the output of one head.
 
     Strides count STRIDE_UNIT elements, so that the compiler sees that rows are aligned. OFFSET is the
-    integer type of an offset inside a tile.
+    integer type of an offset inside a tile. With DESCRIPTORS k_pointer and v_pointer are tensor descriptors
+    of tiles (1, 1, TILE_K, PADDED_DIM).
     """
     # Programs run through HEAD_GROUP heads at a time, and there through the query tiles; a causal
     # mask makes the last tile the longest, and the longest goes first, so that none is left for the end.
@@ -174,15 +209,19 @@ def _flash_forward(
 
     # 64 bits: a batch, a head or the way to a tile can lie more than 2^31 elements apart.
     batch = tl.cast(batch_head // heads, tl.int64) * STRIDE_UNIT
-    head = tl.cast(batch_head % heads, tl.int64)
-    kv_head = head // kv_group * STRIDE_UNIT
-    head = head * STRIDE_UNIT
+    head = tl.cast(batch_head % heads, tl.int64) * STRIDE_UNIT
     first_query = tile * TILE_Q
     first_row = tl.cast(first_query, tl.int64) * STRIDE_UNIT
     q_tile = q_pointer + batch * q_stride_batch + head * q_stride_head + first_row * q_stride_row
     o_tile = o_pointer + batch * o_stride_batch + head * o_stride_head + first_row * o_stride_row
-    k_head = k_pointer + batch * k_stride_batch + kv_head * k_stride_head
-    v_head = v_pointer + batch * v_stride_batch + kv_head * v_stride_head
+    kv_head = batch_head % heads // kv_group
+    if DESCRIPTORS:
+        k_source = k_pointer
+        v_source = v_pointer
+    else:
+        kv_offset = tl.cast(kv_head, tl.int64) * STRIDE_UNIT
+        k_source = k_pointer + batch * k_stride_batch + kv_offset * k_stride_head
+        v_source = v_pointer + batch * v_stride_batch + kv_offset * v_stride_head
 
     PAD: tl.constexpr = PADDED_DIM != HEAD_DIM
     rows = tl.arange(0, TILE_Q)
@@ -211,15 +250,17 @@ def _flash_forward(
     k_stride = tl.cast(k_stride_row, OFFSET) * STRIDE_UNIT
     v_stride = tl.cast(v_stride_row, OFFSET) * STRIDE_UNIT
     weighted_sum, row_max, row_sum = _visit_keys(
-        weighted_sum, row_max, row_sum, q, k_head, v_head, k_stride, v_stride,
+        weighted_sum, row_max, row_sum, q,
+        k_source, v_source, batch_head // heads, kv_head, k_stride, v_stride,
         queries, 0, whole, seq_len_k, scale,
-        HEAD_DIM, PADDED_DIM, TILE_K, UNROLL, False, CAUSAL, KEY_TAIL, INTERPRETED,
+        HEAD_DIM, PADDED_DIM, TILE_K, UNROLL, False, CAUSAL, KEY_TAIL, DESCRIPTORS, INTERPRETED,
     )  # fmt: skip
     if CAUSAL or KEY_TAIL:
         weighted_sum, row_max, row_sum = _visit_keys(
-            weighted_sum, row_max, row_sum, q, k_head, v_head, k_stride, v_stride,
+            weighted_sum, row_max, row_sum, q,
+            k_source, v_source, batch_head // heads, kv_head, k_stride, v_stride,
             queries, whole, seen, seq_len_k, scale,
-            HEAD_DIM, PADDED_DIM, TILE_K, UNROLL, True, CAUSAL, KEY_TAIL, INTERPRETED,
+            HEAD_DIM, PADDED_DIM, TILE_K, UNROLL, True, CAUSAL, KEY_TAIL, DESCRIPTORS, INTERPRETED,
         )  # fmt: skip
 
     output = weighted_sum / row_sum[:, None]
@@ -235,6 +276,7 @@ VECTOR_ELEMENTS = 8  # of fp16 or bf16 in the 16 bytes that one load instruction
 # Enough heads to fill the GPU with long rows, few enough that their K and V stay in the L2 cache.
 CAUSAL_HEAD_GROUP = 16
 TILE_OPTIONS = ("tile_q", "tile_k", "num_warps", "num_stages")
+OTHER_OPTIONS = ("max_registers", "unroll", "tensor_descriptors")
 
 
 def attention(
@@ -250,6 +292,7 @@ def attention(
     num_stages: int | None = None,
     max_registers: int | None = None,
     unroll: int | None = None,
+    tensor_descriptors: bool | None = None,
 ) -> torch.Tensor:
     """softmax(scale * Q K^T) V, forward only.
 
@@ -262,8 +305,9 @@ def attention(
 
     The launch: tile_q query rows a program, tile_k keys a step, num_warps warps of 32 threads, num_stages
     steps of keys in flight, at most max_registers 32-bit registers a thread (None: no limit), unroll steps
-    a round of the loop (None: 1). Give the first four together, or none of the six for the first of
-    `candidates`.
+    a round of the loop (None: 1); with tensor_descriptors K and V come by tensor descriptors (TMA, on GPUs
+    that have it) where their addresses and strides are multiples of 16 bytes, as descriptors want, and by
+    pointers where not. Give the first four together, or none of the seven for the first of `candidates`.
 
     Raises ValueError for a bad argument (see `check_inputs`), for a head_dim out of range, and for an
     incomplete set of launch options.
@@ -280,6 +324,7 @@ def attention(
         "num_stages": num_stages,
         "max_registers": max_registers,
         "unroll": unroll,
+        "tensor_descriptors": tensor_descriptors,
     }
     if all(value is None for value in options.values()):
         options = _default_options(_compute_capability(q.device), head_dim, causal)
@@ -290,11 +335,13 @@ def attention(
     if output.numel() and seq_len_k:
         scale = head_dim**-0.5 if scale is None else scale
         strides = [stride for tensor in (q, k, v, output) for stride in tensor.stride()[:3]]
-        constants = _constants(options, head_dim, seq_len_k, causal, scale, strides)
+        descriptors = bool(options["tensor_descriptors"]) and _describable(k) and _describable(v)
+        constants = _constants(options, head_dim, seq_len_k, causal, scale, strides, descriptors)
+        sources = [_descriptor(tensor, constants) for tensor in (k, v)] if descriptors else (k, v)
         grid = (triton.cdiv(seq_len_q, constants["TILE_Q"]) * batch * heads,)
         with _current(q.device):
             _flash_forward[grid](
-                *(q, k, v, output),
+                *(q, *sources, output),
                 *(stride // constants["STRIDE_UNIT"] for stride in strides),
                 *(batch * heads, heads, heads // kv_heads, seq_len_q, seq_len_k, _base_2(scale)),
                 **constants,
@@ -357,13 +404,19 @@ def compile_units(problem: Any, options: Mapping[str, Any], target: Any) -> list
     options = dict(options) or candidates(problem, target)[0]
     _check_options(options)
     strides = [problem.head_dim]
+    # Contiguous inputs: rows begin at multiples of 16 bytes if they have them.
+    descriptors = bool(options.get("tensor_descriptors")) and problem.head_dim % VECTOR_ELEMENTS == 0
     constants = _constants(
-        options, problem.head_dim, problem.seq_len_k, problem.causal, problem.head_dim**-0.5, strides
-    )
+        options, problem.head_dim, problem.seq_len_k, problem.causal, problem.head_dim**-0.5, strides,
+        descriptors,
+    )  # fmt: skip
+    tile = [1, 1, constants["TILE_K"], constants["PADDED_DIM"]]
     pointers = ("q_pointer", "k_pointer", "v_pointer", "o_pointer")
     signature = {}
     for name in _flash_forward.arg_names:
-        if name in pointers:
+        if name in ("k_pointer", "v_pointer") and descriptors:
+            signature[name] = f"tensordesc<{problem.dtype}{tile}>"
+        elif name in pointers:
             signature[name] = {"fp16": "*fp16", "bf16": "*bf16"}[problem.dtype]
         elif name in constants:
             signature[name] = "constexpr"
@@ -371,7 +424,9 @@ def compile_units(problem: Any, options: Mapping[str, Any], target: Any) -> list
             signature[name] = "fp32" if name == "scale" else "i32"
     # PyTorch's allocations are aligned to 16 bytes and more, and the launcher tells the compiler so.
     aligned: dict[tuple[int, ...], list[list[Any]]] = {
-        (_flash_forward.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers
+        (_flash_forward.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name in pointers
+        if signature[name].startswith("*")
     }
     return [CompileUnit(_flash_forward, signature, constants, aligned, _launch_options(options))]
 
@@ -379,8 +434,33 @@ def compile_units(problem: Any, options: Mapping[str, Any], target: Any) -> list
 INTERPRETED = not isinstance(_flash_forward, triton.JITFunction)
 
 
+def _describable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor descriptor can say where the tensor lies; a copy engine reads by no other."""
+    strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False) if size > 1]
+    return tensor.data_ptr() % 16 == 0 and all(
+        0 < stride < 2**39 and stride % VECTOR_ELEMENTS == 0 for stride in strides
+    )
+
+
+def _descriptor(tensor: torch.Tensor, constants: Mapping[str, Any]) -> TensorDescriptor:
+    """A descriptor of tiles of one head of a (batch, kv_heads, seq_len, head_dim) tensor."""
+    tile = [1, 1, constants["TILE_K"], constants["PADDED_DIM"]]
+    # The stride of a dimension of size 1 has no meaning, but must look right to the copy engine.
+    strides = [
+        stride if size > 1 else constants["PADDED_DIM"]
+        for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False)
+    ]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], tile)
+
+
 def _constants(
-    options: Mapping[str, Any], head_dim: int, seq_len_k: int, causal: bool, scale: float, strides: list[int]
+    options: Mapping[str, Any],
+    head_dim: int,
+    seq_len_k: int,
+    causal: bool,
+    scale: float,
+    strides: list[int],
+    descriptors: bool,
 ) -> dict[str, Any]:
     tile_reach = max(options["tile_q"], options["tile_k"]) * max(strides)
     return {
@@ -396,6 +476,7 @@ def _constants(
         "SCALE_SIGN": (scale > 0) - (scale < 0),
         "HEAD_GROUP": CAUSAL_HEAD_GROUP if causal else 1,
         "STRIDE_UNIT": 1 if any(stride % VECTOR_ELEMENTS for stride in strides) else VECTOR_ELEMENTS,
+        "DESCRIPTORS": descriptors,
         "INTERPRETED": INTERPRETED,
     }
 
@@ -422,7 +503,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {value!r}: expected a number; give all of {', '.join(TILE_OPTIONS)}")
         if name in ("tile_q", "tile_k") and (value < 16 or value & (value - 1)):
             raise ValueError(f"{name} is {value}: expected a power of two, 16 or more")
-    if unknown := set(options) - {*TILE_OPTIONS, "max_registers", "unroll"}:
+    if unknown := set(options) - {*TILE_OPTIONS, *OTHER_OPTIONS}:
         raise ValueError(f"{sorted(unknown)[0]} is not a launch option of this kernel")
 
 
@@ -452,6 +533,7 @@ def _launch(
     num_stages: int,
     max_registers: int | None = None,
     unroll: int | None = None,
+    tensor_descriptors: bool | None = None,
 ) -> dict[str, int | None]:
     return {
         "tile_q": tile_q,
@@ -460,6 +542,7 @@ def _launch(
         "num_stages": num_stages,
         "max_registers": max_registers,
         "unroll": unroll,
+        "tensor_descriptors": tensor_descriptors,
     }
 
 
@@ -480,7 +563,8 @@ def _candidates(
     best = table[size]
     if table is _LARGE_SHARED_MEMORY and size == 64 and causal:
         # Ahead on an H200 with an earlier kernel of this kind, in spite of some spills.
-        best = [_launch(128, 64, 4, 3, unroll=2), _launch(128, 64, 4, 3), *best]
+        described = _launch(128, 64, 4, 3, unroll=2, tensor_descriptors=True)
+        best = [_launch(128, 64, 4, 3, unroll=2), described, _launch(128, 64, 4, 3), *best[:3]]
     return [dict(options) for options in best]
 
 
@@ -496,22 +580,30 @@ _SCALAR = {
 }
 # sm_90 and sm_100: up to 227 KiB of shared memory; at 128 registers a thread two programs of 8 warps
 # share a multiprocessor, which paid for the few spills at head_dim 128 in an earlier kernel of this kind.
+# Tensor descriptors take no registers for addresses, and none of theirs spills on sm_90; not timed yet.
 _LARGE_SHARED_MEMORY = {
     32: [_launch(128, 64, 8, 3), _launch(128, 128, 8, 3), _launch(128, 64, 4, 3), _launch(64, 64, 4, 3)],
     64: [
         _launch(128, 64, 8, 3),
+        _launch(128, 64, 8, 3, tensor_descriptors=True),
         _launch(128, 128, 8, 2),
+        _launch(128, 128, 8, 2, tensor_descriptors=True),
         _launch(64, 64, 4, 3),
-        _launch(64, 128, 4, 2),
     ],
     128: [
         _launch(128, 64, 8, 2, max_registers=128),
+        _launch(128, 64, 8, 2, max_registers=128, tensor_descriptors=True),
         _launch(128, 128, 8, 2),
+        _launch(128, 128, 8, 2, tensor_descriptors=True),
         _launch(128, 64, 8, 2),
-        _launch(64, 64, 4, 2),
-        _launch(64, 64, 4, 3),
+        _launch(64, 64, 4, 3, tensor_descriptors=True),
     ],
-    256: [_launch(128, 64, 8, 2), _launch(128, 32, 8, 2), _launch(64, 64, 8, 2), _launch(64, 32, 8, 3)],
+    256: [
+        _launch(128, 64, 8, 2),
+        _launch(128, 64, 8, 2, tensor_descriptors=True),
+        _launch(128, 32, 8, 2),
+        _launch(64, 64, 8, 2),
+    ],
 }
 # sm_80 and its kin (8.6, 8.9, 12.0): all within the 99 KiB of the small ones.
 _WARP_MMA = {

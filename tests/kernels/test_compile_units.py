@@ -28,13 +28,16 @@ driver.set_active(Hopper())
 heard = []
 triton.knobs.compilation.listener = lambda **said: heard.append(said["cache_hit"])
 target = Target("cuda", "Hopper", (9, 0), 132, 227 * 1024)
-name, head_dim, causal, dtype, seq_len = json.loads(sys.argv[1])
+name, head_dim, causal, dtype, seq_len, described = json.loads(sys.argv[1])
 problem = Problem(
     batch=1, heads=2, kv_heads=2, seq_len_q=seq_len, seq_len_k=seq_len, head_dim=head_dim, causal=causal,
     dtype=dtype,
 )
 kernel = load_kernel(name, {})
-options = kernel.candidates(problem, target)[0]
+options = next(
+    options for options in kernel.candidates(problem, target)
+    if bool(options.get("tensor_descriptors")) == described
+)
 [compiled] = kernel.with_options(options).compile_for(problem, target)
 assert compiled.asm["cubin"]
 tensor = torch.zeros(1, 2, seq_len, head_dim, dtype={"fp16": torch.float16, "bf16": torch.bfloat16}[dtype])
@@ -47,9 +50,10 @@ if name == "gluon_hopper":
         **module._constants(options, seq_len, causal), **module._launch_options(options), grid=(1,),
     )
 else:
-    constants = module._constants(options, head_dim, seq_len, causal, 0.3, [head_dim, 640, 6400])
+    constants = module._constants(options, head_dim, seq_len, causal, 0.3, [head_dim, 640, 6400], described)
+    source = module._descriptor(tensor, constants) if described else tensor
     module._flash_forward.warmup(
-        *4 * [tensor], *range(12), 2, 2, 1, seq_len, seq_len, 0.3,
+        *(tensor, source, source, tensor), *range(12), 2, 2, 1, seq_len, seq_len, 0.3,
         **constants, **module._launch_options(options), grid=(1,),
     )
 print(json.dumps(heard))
@@ -59,8 +63,12 @@ print(json.dumps(heard))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
-    [("gluon_hopper", 64, False, "fp16", 1000), ("triton_flash", 64, True, "bf16", 1024)],
-    ids=["gluon_hopper", "triton_flash"],
+    [
+        ("gluon_hopper", 64, False, "fp16", 1000, False),
+        ("triton_flash", 64, True, "bf16", 1024, False),
+        ("triton_flash", 128, False, "fp16", 1000, True),
+    ],
+    ids=["gluon_hopper", "triton_flash", "triton_flash by descriptors"],
 )
 def test_a_launch_finds_in_the_cache_what_was_compiled_without_a_gpu(cell, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

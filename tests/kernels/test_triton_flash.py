@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import subprocess
 import sys
@@ -315,6 +316,46 @@ def test_launch_options_are_given_together_and_make_sense():
     )
 
 
+DESCRIBED = {"tile_q": 32, "tile_k": 32, "num_warps": 4, "num_stages": 1, "tensor_descriptors": True}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2, 1, 70, 70, 64), (2, 4, 2, 33, 100, 80), (1, 3, 3, 100, 33, 128)])
+def test_tensor_descriptors_give_the_same_bits_as_pointers(shape, causal, dtype):
+    batch, heads, kv_heads, seq_len_q, seq_len_k, head_dim = shape
+    q = torch.randn(batch, heads, seq_len_q, head_dim, device=DEVICE).to(dtype)
+    # Heads between rows, as after a projection; NaN behind the last row, which no tile may take in.
+    room = torch.full((2, batch, seq_len_k + 7, kv_heads, head_dim), math.nan, device=DEVICE).to(dtype)
+    room[:, :, :seq_len_k] = torch.randn(2, batch, seq_len_k, kv_heads, head_dim, device=DEVICE).to(dtype)
+    k, v = room[:, :, :seq_len_k].transpose(2, 3)
+    assert triton_flash._describable(k)
+    described = attention(q, k, v, causal=causal, **DESCRIBED)
+    pointers = attention(q, k, v, causal=causal, **{**DESCRIBED, "tensor_descriptors": False})
+    assert torch.equal(described, pointers)
+    assert described.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "where", ["row stride", "head stride", "address", "no stride at all", "fits", "one head of one row"]
+)
+def test_what_no_tensor_descriptor_can_describe_is_read_by_pointers(where):
+    memory = torch.randn(8192, device=DEVICE).half()
+    shapes = {
+        "row stride": ((1, 2, 40, 64), (0, 2680, 67, 1), 0),
+        "head stride": ((1, 2, 40, 64), (0, 2564, 64, 1), 0),
+        "address": ((1, 2, 40, 64), (0, 2560, 64, 1), 4),
+        "no stride at all": ((1, 2, 40, 64), (0, 0, 64, 1), 0),
+        "fits": ((1, 2, 40, 64), (0, 2560, 64, 1), 8),
+        "one head of one row": ((1, 1, 1, 64), (3, 5, 7, 1), 0),
+    }
+    size, stride, offset = shapes[where]
+    k = memory.as_strided(size, stride, offset)
+    assert triton_flash._describable(k) == (where in ("fits", "one head of one row"))
+    q = torch.randn(1, 2, 40, 64, device=DEVICE).half()
+    assert_close(attention(q, k, k, causal=True, **DESCRIBED), q, k, k, causal=True)
+
+
 def test_an_old_gpu_and_a_cpu_without_the_interpreter_are_unsupported(monkeypatch):
     assert "compute capability 7.0 is below 7.5" in triton_flash.unsupported(problem(), gpu(7, 0))
     assert triton_flash.unsupported(problem(), gpu(7, 5)) is None
@@ -365,6 +406,7 @@ for (major, minor), head_dim, causal, dtype, everything in json.loads(sys.argv[1
             "stack": stack, "shared": compiled.metadata.shared,
             "tensor_core": ptx.count("wgmma.mma_async" if major == 9 else "mma.sync"),
             "copies": ptx.count("cp.async.cg.shared.global"),
+            "described": ptx.count("cp.async.bulk.tensor"),
         }))
 """
 
@@ -416,6 +458,12 @@ def test_every_candidate_compiles_within_the_shared_memory_of_its_gpu(compute_ca
         for option in triton_flash.candidates(problem(head_dim, causal), gpu(*compute_capability))
     ]
     assert [row["options"] for row in rows] == offered
+    described = [row for row in rows if row["options"]["tensor_descriptors"]]
+    assert bool(described) == (compute_capability in ((9, 0), (10, 0)))
+    for row in described:
+        # The copy engine computes the addresses, and so hardly a register is spilled.
+        assert row["described"] > 0, row
+        assert row["stack"] <= (0 if compute_capability == (9, 0) else 64), row
     for row in rows:
         assert row["shared"] <= 1024 * SHARED_MEMORY_KIB[compute_capability], row
         if compute_capability == (7, 5):  # where every accumulator is in registers, there are few to spare
