@@ -10,7 +10,7 @@ run: setup
 	$(VENV)/bin/snakemake --cores 1
 
 test: lint
-	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadscope
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile
 
 lint: setup
 	$(VENV)/bin/ruff check

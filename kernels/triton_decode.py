@@ -199,6 +199,7 @@ def _decode_splits(
     STORED_ROWS: tl.constexpr,
     PARTIAL: tl.constexpr,
     MERGED: tl.constexpr,
+    PREFETCH: tl.constexpr,
     TILE_K: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -206,7 +207,6 @@ def _decode_splits(
     LAST_PROGRAM: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     OFFSET: tl.constexpr,
-    PREFETCH: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
     """Compute one split of the keys for the rows of one group: program (split, kv_head and rows, batch).
