@@ -214,8 +214,9 @@ PartitionName=main Nodes={self.node} Default=YES MaxTime=INFINITE State=UP
     def take_node_down(self) -> None:
         """As when a node loses its power: the daemon and all jobs on it are gone, and it is marked down."""
         self._end("slurmd", signal.SIGKILL)
-        self._end_jobs()
+        # Before its jobs end: one that is killed first may still live to report that it failed by itself.
         self.command("scontrol", "update", f"nodename={self.node}", "state=down", "reason=test")
+        self._end_jobs()
 
     def command(self, *words: str, check: bool = True) -> str:
         """What a Slurm command prints."""
