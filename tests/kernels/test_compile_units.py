@@ -1,12 +1,10 @@
 """What is compiled ahead, without a GPU, is what a launch on that GPU then finds in Triton's cache."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.kernels.compiler import output_of
 
 # A process that takes itself to be on a Hopper GPU, as far as compiling goes: it compiles the units of
 # each kernel, and then asks for the launch's own compilation. The listener hears whether the cache had it.
@@ -71,14 +69,5 @@ print(json.dumps(heard))
     ids=["gluon_hopper", "triton_flash", "triton_flash by descriptors"],
 )
 def test_a_launch_finds_in_the_cache_what_was_compiled_without_a_gpu(cell, tmp_path):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS, json.dumps(cell)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == [False, True]
+    printed = output_of(PROCESS, cell, tmp_path)
+    assert json.loads(printed) == [False, True]

@@ -2,11 +2,7 @@ import contextlib
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +12,7 @@ import triton
 from kernels import gluon_hopper
 from kernels.gluon_hopper import attention
 from tests.kernels import barrier_model
+from tests.kernels.compiler import output_of
 from tests.kernels.oracle import DEVICE, assert_close, formula, inputs
 
 CPU = SimpleNamespace(is_cuda=False, device="cpu", compute_capability=None)
@@ -501,17 +498,8 @@ def compiled_candidates(tmp_path_factory):
         for causal in (False, True)
         for head_dim, option in every_candidate(causal)
     ]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(cells)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    printed = output_of(COMPILE, cells, tmp_path_factory.mktemp("triton"))
+    rows = [json.loads(line) for line in printed.splitlines()]
     assert len(rows) == len(cells)
     return list(zip(cells, rows, strict=True))
 
@@ -587,16 +575,7 @@ assert "tensor(" not in calls[0]
 @pytest.mark.slow
 def test_the_short_cut_calls_the_c_function_as_tritons_own_launcher_does(tmp_path):
     cell = [64, True, "bf16", gluon_hopper.candidates(problem(64, True), HOPPER)[0]]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHER, json.dumps(cell)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    output_of(LAUNCHER, cell, tmp_path)  # asserts by itself
 
 
 # ---- what needs a Hopper GPU ----

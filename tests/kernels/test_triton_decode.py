@@ -1,10 +1,6 @@
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +8,7 @@ import torch
 
 from kernels import read_floor, split_keys, triton_decode
 from kernels.triton_decode import decode
+from tests.kernels.compiler import output_of
 from tests.kernels.decode_oracle import assert_decode_close, cache, decode_formula, paged
 from tests.kernels.oracle import DEVICE
 
@@ -473,17 +470,8 @@ for major, minor, changes, options in json.loads(sys.argv[1]):
 
 def compiled(cells, folder):
     """What the compiler makes of the candidates, or of the given options, for GPUs that are not there."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE.replace("\\\\d", "\\d"), json.dumps(cells)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**environment, "TRITON_CACHE_DIR": str(folder)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    printed = output_of(COMPILE.replace("\\\\d", "\\d"), cells, folder)
+    return [json.loads(line) for line in printed.splitlines()]
 
 
 @pytest.mark.slow
@@ -599,17 +587,8 @@ def test_a_launch_finds_in_the_cache_what_was_compiled_without_a_gpu(tmp_path):
         ("triton_decode", {}, {"combine": "kernel"}),
         ("read_floor", {}, {}),
     ]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHES, json.dumps(cells)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == [False, True, False, False, True, True, False, True]
+    printed = output_of(LAUNCHES, cells, tmp_path)
+    assert json.loads(printed) == [False, True, False, False, True, True, False, True]
 
 
 @pytest.mark.gpu

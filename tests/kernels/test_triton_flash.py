@@ -1,10 +1,7 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +11,7 @@ from hypothesis import strategies as st
 
 from kernels import triton_flash
 from kernels.triton_flash import attention
+from tests.kernels.compiler import output_of
 from tests.kernels.oracle import DEVICE, assert_close, formula, inputs
 
 CPU = SimpleNamespace(is_cuda=False, device="cpu", compute_capability=None)
@@ -413,18 +411,8 @@ for (major, minor), head_dim, causal, dtype, everything in json.loads(sys.argv[1
 
 def compiled(cells, folder):
     """What the compiler makes of candidates for GPUs that are not there, without the interpreter."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(cells)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    printed = output_of(COMPILE, cells, folder)
+    return [json.loads(line) for line in printed.splitlines()]
 
 
 @pytest.mark.slow
