@@ -123,6 +123,9 @@ class Supervision:
             tasks, self._start, work, time_limit_s=self._time_limit_s, fresh_child_each=fresh_child_each
         )
         self._account = self._account or supervised.account
+        for outcome in supervised.outcomes:
+            steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in outcome.step_seconds.items())
+            _say(f"{outcome.status}; seconds: {steps}")
         return supervised.outcomes
 
     def run_without_device(self, tasks: Sequence[Task], work: Work[Kernel, Task]) -> list[Outcome]:

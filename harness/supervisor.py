@@ -19,7 +19,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -48,12 +48,16 @@ class Verdict(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one task ended; `step` is the last step it reported and `result` what it returned."""
+    """How one task ended; `step` is the last step it reported and `result` what it returned.
+
+    `step_seconds` says how long each step took, in their order.
+    """
 
     status: str
     reason: str | None
     result: dict[str, Any]
     step: str
+    step_seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,8 @@ class _Child:
         self._task_count = len(tasks)
         self._buffer = b""
         self._step = "start"
+        self._step_began = time.monotonic()
+        self._step_seconds: dict[str, float] = {}
         self._reaped: int | None = None
         self.account: dict[str, Any] = {}
         self.outcomes: list[Outcome] = []  # of the tasks it finished, and of the one it ended in
@@ -273,11 +279,12 @@ class _Child:
             message = None
         match message:
             case {"step": str(step)}:
+                self._end_step()
                 self._step = step
             case {"account": dict(account)}:
                 self.account = account
             case {"status": str(status), "reason": str() | None as reason, "result": dict(result)}:
-                self.outcomes.append(Outcome(status, encodable(reason), result, self._step))
+                self._note(status, encodable(reason), result)
                 # After an error its device may be beyond use (a CUDA error stays): the rest gets a new child.
                 self.over = status == ERROR or len(self.outcomes) == self._task_count
             case {"copy": True}:
@@ -286,8 +293,18 @@ class _Child:
                 self._finish(ERROR, "something else than results came through its result pipe")
 
     def _finish(self, status: str, reason: str) -> None:
-        self.outcomes.append(Outcome(status, f"{reason} (in step: {self._step})", {}, self._step))
+        self._note(status, f"{reason} (in step: {self._step})", {})
         self.over = True
+
+    def _note(self, status: str, reason: str | None, result: dict[str, Any]) -> None:
+        self._end_step()
+        self.outcomes.append(Outcome(status, reason, result, self._step, self._step_seconds))
+        self._step_seconds = {}
+
+    def _end_step(self) -> None:
+        now = time.monotonic()
+        self._step_seconds[self._step] = self._step_seconds.get(self._step, 0.0) + now - self._step_began
+        self._step_began = now
 
     def _ask_where_it_hangs(self) -> None:
         """Have the child print its Python stack to the log (faulthandler answers this signal)."""
