@@ -501,19 +501,20 @@ def _step(
     q, k_smem, v_smem, p, o, row_max, row_sum, unit, first_row, first_key, seq_len_k, scale,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     MASKED: gl.constexpr, PING_PONG: gl.constexpr, LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr,
-    DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    KEYS: gl.constexpr, DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One block: its scores and weights, while O takes in the weights of the block before.
 
     q (64, HEAD_DIM) and the unit's K and V, (TILE_K, HEAD_DIM) each, lie in shared memory and have arrived;
-    o (64, HEAD_DIM), row_max (64,), row_sum (64, 4) and p, the P (64, TILE_K) of the block before as `_pack`
+    o (64, HEAD_DIM), row_max (64,), row_sum (64, 4) and p, the P (64, KEYS) of the block before as `_pack`
     leaves it, are in registers. Returns these four after this block; the next unit has arrived then.
     """
     TILE_K: gl.constexpr = k_smem.shape[3]
     HEAD_DIM: gl.constexpr = k_smem.shape[4]
     stage = unit % STAGES
     k = k_smem.index(stage).reshape([TILE_K, HEAD_DIM]).permute((1, 0))
-    v = v_smem.index(stage).reshape([TILE_K, HEAD_DIM])
+    v = v_smem.index(stage).reshape([TILE_K, HEAD_DIM]).slice(0, KEYS)
     zeros = gl.zeros([WARPGROUP_ROWS, TILE_K], gl.float32, S_LAYOUT)
     p = _unpack(p, DTYPE, P_LAYOUT, PACKED_P)
     if PING_PONG:
@@ -543,9 +544,13 @@ def _consumer(
     CONSUMER: gl.constexpr, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
     CONSUMERS: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, KEY_TAIL: gl.constexpr, PING_PONG: gl.constexpr,
-    LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr, FIRST_KEYS: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 rows of O, those with number CONSUMER, of one tile after the other."""
+    """Compute 64 rows of O, those with number CONSUMER, of one tile after the other.
+
+    FIRST_KEYS is how many keys of a tile's first block, the one with the last key, are multiplied: fewer than
+    TILE_K where the others lie past the end.
+    """
     HEAD_DIM: gl.constexpr = o_descriptor.block_type.shape[3]
     DTYPE: gl.constexpr = o_descriptor.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
@@ -557,12 +562,13 @@ def _consumer(
     Q_EMPTY: gl.constexpr = Q_FULL + Q_SLOTS
     MASKED: gl.constexpr = _masked_blocks(CONSUMERS * WARPGROUP_ROWS, TILE_K, CAUSAL, KEY_TAIL)
 
-    zeros = gl.zeros([WARPGROUP_ROWS, TILE_K], gl.float32, S_LAYOUT)
+    FIRST_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_KEYS, 16])
+    zeros = gl.zeros([WARPGROUP_ROWS, FIRST_KEYS], gl.float32, FIRST_LAYOUT)
     _wait(Q_FULL, 0, BARRIERS_AT)
     first_query, blocks, batch, head = _read_tile(0, STAGES, BARRIERS_AT)
     q = q_smem.index(CONSUMER).reshape([WARPGROUP_ROWS, HEAD_DIM])
     _wait(0, 0, BARRIERS_AT)
-    k = k_smem.index(0).reshape([TILE_K, HEAD_DIM]).permute((1, 0))
+    k = k_smem.index(0).reshape([TILE_K, HEAD_DIM]).slice(0, FIRST_KEYS).permute((1, 0))
     s = warpgroup_mma_wait(0, deps=(warpgroup_mma(q, k, zeros, use_acc=False, is_async=True),))
     _arrive(EMPTY, BARRIERS_AT)
     _wait(1 % STAGES, 1 // STAGES & 1, BARRIERS_AT)
@@ -582,16 +588,27 @@ def _consumer(
         if MASKED > 0:
             s = _mask(s, first_row, (blocks - 1) * TILE_K, seq_len_k, CAUSAL)
         weights, row_max, row_sum = _begin_softmax(s, scale)
-        p = _pack(weights, DTYPE, P_LAYOUT, PACKED_P)
         o = gl.zeros([WARPGROUP_ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
         done = 1  # blocks of this tile
+        if FIRST_KEYS < TILE_K:
+            # There is a second block, and its step multiplies the few weights of the first one.
+            first_p = _pack(weights, DTYPE, P_LAYOUT, PACKED_P)
+            p, o, row_max, row_sum = _step(
+                q, k_smem, v_smem, first_p, o, row_max, row_sum, unit, first_row, 0, seq_len_k, scale,
+                CONSUMER, CONSUMERS, STAGES, CAUSAL, False, PING_PONG, LAZY_RESCALE, PACKED_P,
+                FIRST_KEYS, DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
+            )  # fmt: skip
+            unit += 1
+            done = 2
+        else:
+            p = _pack(weights, DTYPE, P_LAYOUT, PACKED_P)
         if MASKED > 1:
             for i in range(done, masked):
                 p, o, row_max, row_sum = _step(
                     q, k_smem, v_smem, p, o, row_max, row_sum, unit,
                     first_row, (blocks - 1 - i) * TILE_K, seq_len_k, scale,
                     CONSUMER, CONSUMERS, STAGES, CAUSAL, True, PING_PONG, LAZY_RESCALE, PACKED_P,
-                    DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
+                    TILE_K, DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
                 )  # fmt: skip
                 unit += 1
             done = gl.maximum(done, masked)
@@ -599,7 +616,7 @@ def _consumer(
             p, o, row_max, row_sum = _step(
                 q, k_smem, v_smem, p, o, row_max, row_sum, unit, first_row, 0, seq_len_k, scale,
                 CONSUMER, CONSUMERS, STAGES, CAUSAL, False, PING_PONG, LAZY_RESCALE, PACKED_P,
-                DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
+                TILE_K, DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
             )  # fmt: skip
             unit += 1
 
@@ -614,7 +631,7 @@ def _consumer(
         _wait(Q_FULL + next_slot, taken // Q_SLOTS & 1, BARRIERS_AT)
         first_query, blocks, batch, head = _read_tile(next_slot, STAGES, BARRIERS_AT)
         q = q_smem.index(next_slot * CONSUMERS + CONSUMER).reshape([WARPGROUP_ROWS, HEAD_DIM])
-        k = k_smem.index(stage).reshape([TILE_K, HEAD_DIM]).permute((1, 0))
+        k = k_smem.index(stage).reshape([TILE_K, HEAD_DIM]).slice(0, FIRST_KEYS).permute((1, 0))
         s_next = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
 
         # O leaves through the buffer of this tile's Q, which nobody reads any more.
@@ -645,7 +662,7 @@ def _attention_forward(
     heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
     CONSUMERS: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, KEY_TAIL: gl.constexpr, PING_PONG: gl.constexpr,
-    LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr,
+    LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr, FIRST_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Allocate shared memory and barriers, and send the warps to their partitions."""
     HEAD_DIM: gl.constexpr = k_descriptor.block_type.shape[3]
@@ -673,10 +690,10 @@ def _attention_forward(
             [
                 (_consumer, (0, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             BARRIERS_AT)),
+                             FIRST_KEYS, BARRIERS_AT)),
                 (_consumer, (1, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             BARRIERS_AT)),
+                             FIRST_KEYS, BARRIERS_AT)),
                 (_producer, (q_descriptor, k_descriptor, v_descriptor, counter,
                              q_smem, k_smem, v_smem, barriers,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k,
@@ -691,13 +708,13 @@ def _attention_forward(
             [
                 (_consumer, (0, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             BARRIERS_AT)),
+                             FIRST_KEYS, BARRIERS_AT)),
                 (_consumer, (1, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             BARRIERS_AT)),
+                             FIRST_KEYS, BARRIERS_AT)),
                 (_consumer, (2, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             BARRIERS_AT)),
+                             FIRST_KEYS, BARRIERS_AT)),
                 (_producer, (q_descriptor, k_descriptor, v_descriptor, counter,
                              q_smem, k_smem, v_smem, barriers,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k,
@@ -712,7 +729,7 @@ def _attention_forward(
 
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (64, 128)
-OPTIONS = ("consumers", "tile_k", "stages", "ping_pong", "lazy_rescale", "packed_p")
+OPTIONS = ("consumers", "tile_k", "stages", "ping_pong", "lazy_rescale", "packed_p", "short_tail")
 # Registers a thread at the launch, by the number of consumers: 65,536 for all warps, rounded as setmaxnreg
 # wants them.
 MAX_REGISTERS = {2: 168, 3: 128}
@@ -734,6 +751,7 @@ def attention(
     ping_pong: bool | None = None,
     lazy_rescale: bool | None = None,
     packed_p: bool | None = None,
+    short_tail: bool | None = None,
 ) -> torch.Tensor:
     """softmax(scale * Q K^T) V on a Hopper GPU, forward only.
 
@@ -749,14 +767,15 @@ def attention(
     The launch: consumers warpgroups of 64 query rows each (2 or 3), tile_k keys a block, and stages units
     of K and V in shared memory (2 at least); with ping_pong the consumers take turns at the tensor cores,
     so that one's softmax runs beside another's products; with lazy_rescale O is rescaled only when a row's
-    maximum has grown much; with packed_p the weights go from block to block as pairs. Give all six, or none
-    for the first of `candidates`.
+    maximum has grown much; with packed_p the weights go from block to block as pairs; with short_tail only
+    the keys of the last block that are there, rounded up to 32, 64 or 128, are multiplied where there is
+    no causal mask. Give all seven, or none for the first of `candidates`.
 
     Raises ValueError for a bad argument (see `check_inputs`), for tensors that are not on a GPU of compute
     capability 9.0, for another head_dim, and for an incomplete or impossible set of launch options; and
     RuntimeError where Triton has compiled the kernel in a way that it was not written for.
     """
-    options = (consumers, tile_k, stages, ping_pong, lazy_rescale, packed_p)
+    options = (consumers, tile_k, stages, ping_pong, lazy_rescale, packed_p, short_tail)
     # What decides a call is looked up, checked and planned once.
     try:
         # The strides of a contiguous tensor follow from its shape, but for those that have no meaning.
@@ -1053,7 +1072,16 @@ def _constants(options: Mapping[str, Any], seq_len_k: int, causal: bool) -> dict
         "PING_PONG": bool(options["ping_pong"]),
         "LAZY_RESCALE": bool(options["lazy_rescale"]),
         "PACKED_P": bool(options["packed_p"]),
+        "FIRST_KEYS": _first_keys(options, seq_len_k, causal),
     }
+
+
+def _first_keys(options: Mapping[str, Any], seq_len_k: int, causal: bool) -> int:
+    """How many keys of the block with the last key are multiplied: a power of two, 32 or more."""
+    tile_k: int = options["tile_k"]
+    if not options["short_tail"] or causal or seq_len_k <= tile_k or seq_len_k % tile_k == 0:
+        return tile_k
+    return min(tile_k, max(32, 1 << (seq_len_k % tile_k - 1).bit_length()))
 
 
 def _launch_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -1066,18 +1094,23 @@ def _candidates(head_dim: int, causal: bool, seq_len_k: int) -> list[dict[str, A
     # The order is an H200's, in bf16 at 16,384 tokens; neighbours are within the noise of two runs.
     two = {"consumers": 2, "tile_k": 128, "stages": {64: 4, 128: 2}[head_dim]}
     three = {"consumers": 3, "tile_k": 128, "stages": 3}
-    plain = {"ping_pong": False, "lazy_rescale": False, "packed_p": False}
+    plain = {"ping_pong": False, "lazy_rescale": False, "packed_p": False, "short_tail": False}
     lazy = {**plain, "lazy_rescale": True}
+    lazy_turns = {**lazy, "ping_pong": True}
     packed = {**lazy, "packed_p": True}
-    turns = {**packed, "ping_pong": True}
+    packed_turns = {**packed, "ping_pong": True}
+    if head_dim == 128 and causal:
+        return [{**two, **variant} for variant in (lazy, plain, lazy_turns)]
     if head_dim == 128:
-        variants = [plain, lazy] if causal else [packed, turns, lazy]
+        short_tail = {**packed, "short_tail": True}
+        has_short_tail = _first_keys({**two, **short_tail}, seq_len_k, causal) < two["tile_k"]
+        variants = (short_tail, packed, lazy_turns) if has_short_tail else (packed, lazy, lazy_turns)
         return [{**two, **variant} for variant in variants]
     if not causal:
-        return [{**three, **variant} for variant in (plain, packed, turns)]
-    short = [{**two, **plain}, {**two, **lazy}]
-    long = [{**three, **packed}, {**three, **lazy}]
-    return short + long if seq_len_k <= 2048 else long + short
+        return [{**three, **variant} for variant in (packed, lazy, packed_turns)]
+    short = [{**two, **plain}, {**two, **lazy}, {**two, **lazy_turns}]
+    long = [{**three, **packed}, {**three, **packed_turns}]
+    return [*short, long[0]] if seq_len_k <= 2048 else [*long, short[1]]
 
 
 def _check_options(options: Mapping[str, Any], head_dim: int) -> None:
@@ -1092,6 +1125,8 @@ def _check_options(options: Mapping[str, Any], head_dim: int) -> None:
         raise ValueError(f"consumers is {options['consumers']}: expected 2 or 3")
     if options["consumers"] == 3 and head_dim == 128:
         raise ValueError("consumers is 3: expected 2 at head_dim 128, more have too few registers")
+    if options["consumers"] == 3 and options["short_tail"]:
+        raise ValueError("short_tail is True: expected False with 3 consumers, they have too few registers")
     if options["tile_k"] not in (64, 128):
         raise ValueError(f"tile_k is {options['tile_k']}: expected 64 or 128")
     if options["stages"] < 2:

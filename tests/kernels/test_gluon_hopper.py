@@ -32,7 +32,7 @@ def problem(head_dim=64, causal=False, **changes):
 def every_candidate(causal=None):
     """(head_dim, options), each once, of the problems with this mask or of all."""
     found = []
-    for head_dim, mask, seq_len in itertools.product((64, 128), (False, True), (1024, 4096)):
+    for head_dim, mask, seq_len in itertools.product((64, 128), (False, True), (1024, 1537, 4096)):
         if causal in (None, mask):
             cell = problem(head_dim, mask, seq_len_q=seq_len, seq_len_k=seq_len)
             found += [(head_dim, option) for option in gluon_hopper.candidates(cell, HOPPER)]
@@ -59,7 +59,7 @@ def test_tensors_elsewhere_are_refused():
 
 GOOD = {
     **{"consumers": 2, "tile_k": 128, "stages": 2},
-    **{"ping_pong": False, "lazy_rescale": False, "packed_p": False},
+    **{"ping_pong": False, "lazy_rescale": False, "packed_p": False, "short_tail": False},
 }
 
 
@@ -69,7 +69,7 @@ GOOD = {
         (
             {"consumers": 2},
             "tile_k is None: expected a number; give all of "
-            "consumers, tile_k, stages, ping_pong, lazy_rescale, packed_p",
+            "consumers, tile_k, stages, ping_pong, lazy_rescale, packed_p, short_tail",
         ),
         ({**GOOD, "consumers": 4}, "consumers is 4"),
         ({**GOOD, "tile_k": 96}, "tile_k is 96"),
@@ -459,7 +459,7 @@ from kernels import gluon_hopper
 tools = Path(triton.__file__).parent / "backends/nvidia/bin"
 hopper = Target("cuda", "Hopper", (9, 0))
 for head_dim, causal, dtype, options in json.loads(sys.argv[1]):
-    problem = SimpleNamespace(head_dim=head_dim, causal=causal, dtype=dtype, seq_len_k=1000)
+    problem = SimpleNamespace(head_dim=head_dim, causal=causal, dtype=dtype, seq_len_k=1537)
     [unit] = gluon_hopper.compile_units(problem, options, hopper)
     compiled = compile_unit(unit, hopper)
     gluon_hopper.check_layout(compiled)
@@ -587,7 +587,7 @@ def test_the_short_cut_calls_the_c_function_as_tritons_own_launcher_does(tmp_pat
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_each_candidate_is_the_formula_for_any_length(head_dim, option, causal, dtype):
-    for length in (1, 3, 17, 63, 64, 65, 97, 127, 128, 129, 191, 193, 257, 385, 1000, 1023, 1025):
+    for length in (1, 3, 17, 63, 64, 65, 97, 127, 128, 129, 191, 193, 257, 385, 1000, 1023, 1025, 1100, 1537):
         q, k, v = inputs(2, 4, 2, length, length, head_dim, dtype, seed=length)
         assert_close(attention(q, k, v, causal=causal, **option), q, k, v, causal)
     for seq_len_q, seq_len_k in ((77, 500), (500, 77)):
