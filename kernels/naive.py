@@ -96,18 +96,20 @@ def memory_law(problem: Any, **options: Any) -> int | None:
     on top of Q, K and V; in bf16 12 bytes, before that, because only fp16 scores go into PyTorch's fp32
     softmax without a copy of 4 bytes (scores 2, scaled scores 2, fp32 scores 4, fp32 softmax 4). The
     output comes after the fp32 softmax has gone, and exceeds that peak only where head_dim is more than
-    twice seq_len_k. The causal mask is gone before the softmax. Left out: cuBLAS's workspace, and what
-    autograd keeps. A CPU peaks at 12 bytes a score in both dtypes.
+    twice seq_len_k. The causal mask is gone before the softmax. In decode the unscaled scores are gone by
+    then too: 2 bytes less. Left out: cuBLAS's workspace, and what autograd keeps. A CPU peaks at 12 bytes
+    a score in both dtypes.
     """
-    if getattr(problem, "workload", "attention") == "decode" and (
-        problem.page_size or problem.lengths != "equal" or problem.seq_len_q > 1
-    ):
+    is_decode = getattr(problem, "workload", "attention") == "decode"
+    if is_decode and (problem.page_size or problem.lengths != "equal" or problem.seq_len_q > 1):
         return None
     query = problem.batch * problem.heads * problem.seq_len_q * problem.head_dim
     key = problem.batch * problem.kv_heads * problem.seq_len_k * problem.head_dim
     scores = problem.batch * problem.heads * problem.seq_len_q * problem.seq_len_k
-    at_softmax = 10 * scores if problem.dtype == "fp16" else 12 * scores
-    return int(2 * query + 2 * 2 * key + max(at_softmax, 6 * scores + 2 * query))
+    unscaled = 0 if is_decode else 2 * scores
+    at_softmax = unscaled + (8 * scores if problem.dtype == "fp16" else 10 * scores)
+    at_output = unscaled + 4 * scores + 2 * query
+    return int(2 * query + 2 * 2 * key + max(at_softmax, at_output))
 
 
 def _hidden(seq_len_q: int, seq_len_k: int, device: torch.device) -> torch.Tensor:
