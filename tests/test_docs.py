@@ -121,6 +121,25 @@ def test_every_file_that_a_page_links_to_exists():
     assert missing == []
 
 
+def test_no_command_has_a_target_behind_its_config_file():
+    # Snakemake takes every word behind --configfile for a further file, up to the next option.
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "config").iterdir(),
+        ROOT / "Makefile",
+    ]
+    commands = [
+        command
+        for page in pages
+        for command in re.findall(
+            r"snakemake [^\n`;#]*--configfile [^\n`;#]*", page.read_text(encoding="utf-8")
+        )
+    ]
+    assert len(commands) >= 5
+    assert [command for command in commands if re.search(r"--configfile \S+ +[^-\s]", command)] == []
+
+
 def test_the_readme_names_every_kernel():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     kernels = [path.stem for path in (ROOT / "kernels").glob("*.py") if defines_function(path, "attention")]

@@ -308,6 +308,16 @@ def test_a_verdict_carries_its_status_reason_and_result() -> None:
     assert found.outcomes[1].result["pid"] == found.account["started_in"]
 
 
+def test_an_outcome_says_how_long_each_step_of_its_own_task_took() -> None:
+    def wait() -> None:
+        time.sleep(0.2)
+
+    waited, after = run(wait, one).outcomes
+    assert list(waited.step_seconds) == ["start", "doing it"]
+    assert waited.step_seconds["doing it"] >= 0.2
+    assert after.step_seconds["doing it"] < waited.step_seconds["doing it"]
+
+
 def test_results_and_reasons_of_any_size_and_content_arrive_whole() -> None:
     text = 'line\nline "quoted" \\ Straße \0 \ud800'
     numbers = [n / 7 for n in range(200_000)]

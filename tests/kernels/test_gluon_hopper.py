@@ -75,6 +75,7 @@ GOOD = {
         ({**GOOD, "tile_k": 96}, "tile_k is 96"),
         ({**GOOD, "stages": 1}, "stages is 1: expected 2 at least"),
         ({**GOOD, "stages": 9}, "bytes of shared memory"),
+        ({**GOOD, "consumers": 3, "short_tail": True}, "short_tail is True: expected False with 3 consumers"),
         ({**GOOD, "speed": 1}, "speed is not a launch option"),
     ],
 )
@@ -91,6 +92,15 @@ def test_the_candidates_are_different_and_supported(head_dim, causal, seq_len):
     assert len({json.dumps(option) for option in options}) == len(options) >= 1
     assert all(gluon_hopper.unsupported(cell, HOPPER, **option) is None for option in options)
     assert gluon_hopper.candidates(cell, HOPPER, **options[0]) == options[:1]
+
+
+@pytest.mark.parametrize(
+    ("seq_len_k", "causal", "keys"),
+    [(1537, False, 32), (1568, False, 32), (1569, False, 64), (1601, False, 128), (1536, False, 128), (1537, True, 128), (100, False, 128)],
+)
+def test_a_short_tail_multiplies_the_keys_that_are_there_rounded_up(seq_len_k, causal, keys):
+    assert gluon_hopper._first_keys({**GOOD, "short_tail": True}, seq_len_k, causal) == keys
+    assert gluon_hopper._first_keys(GOOD, seq_len_k, causal) == 128
 
 
 def test_the_barrier_model_has_as_many_slots_for_q_as_the_kernel():
