@@ -96,7 +96,15 @@ def test_the_candidates_are_different_and_supported(head_dim, causal, seq_len):
 
 @pytest.mark.parametrize(
     ("seq_len_k", "causal", "keys"),
-    [(1537, False, 32), (1568, False, 32), (1569, False, 64), (1601, False, 128), (1536, False, 128), (1537, True, 128), (100, False, 128)],
+    [
+        (1537, False, 32),
+        (1568, False, 32),
+        (1569, False, 64),
+        (1601, False, 128),
+        (1536, False, 128),
+        (1537, True, 128),
+        (100, False, 128),
+    ],
 )
 def test_a_short_tail_multiplies_the_keys_that_are_there_rounded_up(seq_len_k, causal, keys):
     assert gluon_hopper._first_keys({**GOOD, "short_tail": True}, seq_len_k, causal) == keys
