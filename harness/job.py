@@ -203,4 +203,7 @@ class Supervision:
 
 
 def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+    try:
+        print(sentence, file=sys.stderr, flush=True)
+    except OSError:  # nobody reads it any more, or the disk is full: what is measured counts all the same
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, it stays open as stderr does

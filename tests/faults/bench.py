@@ -113,9 +113,10 @@ def assert_kept(before: dict[str, bytes], after: dict[str, bytes], job: Job | No
 
 def assert_measured(ended: Ended) -> None:
     """The job did what it is for."""
-    assert ended.code == 0, ended.said
+    reason = None if ended.record is None else (ended.record.status, ended.record.reason)
+    assert ended.code == 0, (ended.said, reason)
     assert ended.record is not None
-    assert ended.record.status == "ok", ended.record.reason
+    assert ended.record.status == "ok", reason
     assert ended.record.values["latency_ms"] > 0
     assert ended.record.samples["cold_ms"]
 

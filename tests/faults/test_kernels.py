@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.forkserver import ADDRESS_VARIABLE
 from harness.supervisor import NO_FORKS
 from tests.faults.bench import KERNELS, Bench, assert_kept, assert_measured, assert_no_number, until
 from workflow.plan import CORRECTNESS
@@ -207,8 +208,9 @@ def test_a_kernel_that_was_edited_after_its_job_was_planned_is_not_measured(benc
     assert_measured(bench.run(job))
 
 
-def test_a_job_whose_streams_nobody_reads_any_more_measures_all_the_same(bench: Bench) -> None:
-    process = bench.start(bench.job())
+@pytest.mark.parametrize("server", [True, False])
+def test_a_job_whose_streams_nobody_reads_any_more_measures_all_the_same(bench: Bench, server: bool) -> None:
+    process = bench.start(bench.job(), **({} if server else {ADDRESS_VARIABLE: ""}))
     assert process.stdout is not None
     process.stdout.close()
     until(lambda: process.poll() is not None)

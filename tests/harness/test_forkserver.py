@@ -336,3 +336,20 @@ def test_the_socket_is_for_nobody_else_and_is_gone_after_stop(
     assert not folder.exists()
     assert not is_running(server._process.pid)
     server.stop()  # once more is no matter
+
+
+def test_a_server_for_triton_has_hashed_it_once_for_all_jobs(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, "")
+    server = ForkServer(ROOT, ["torch", "harness.triton_ready"])
+    server.start()
+    body = """
+import torch
+from triton.runtime.cache import triton_key
+print(triton_key.cache_info().currsize, torch.cuda.is_initialized())
+"""
+    try:
+        assert jobs.run(body, address=os.environ[ADDRESS_VARIABLE]) == (0, "1 False\n", "")
+    finally:
+        server.stop()

@@ -25,7 +25,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scance
 PLUGIN = "snakemake_executor_plugin_slurm"
 INSTALL_LIMIT_S = 240.0
 COMMAND_LIMIT_S = 20.0
-PATIENCE_S = 40.0
+PATIENCE_S = 150.0  # a run does two jobs, on a busy machine, before the one that is waited for
 
 
 class NoCluster(Exception):

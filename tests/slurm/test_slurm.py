@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -49,10 +52,11 @@ class Submitting:
     checkout: Checkout
     variables: dict[str, str]
     key: str
+    runs: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(
         self, output: Path, *targets: str, device: str = "cpu", key: str | None = None
-    ) -> subprocess.Popen:
+    ) -> subprocess.Popen[bytes]:
         """Start a run with the profile; what is set here fits this cluster, and its short jobs."""
         stated = [f"environment={key or self.key}"] if key != "" else []
         command = [
@@ -63,7 +67,7 @@ class Submitting:
             *("--latency-wait", "10"),
         ]
         with output.open("w") as stream:
-            return subprocess.Popen(
+            run = subprocess.Popen(
                 # One CPU, so that this host's own key would be another one than the node's.
                 ["taskset", "--cpu-list", "0", *command],
                 cwd=self.checkout.folder,
@@ -72,6 +76,8 @@ class Submitting:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self.runs.append(run)
+        return run
 
     def run(self, output: Path, *targets: str, **options: str) -> tuple[int, str]:
         """The exit code of a run, and what it printed."""
@@ -86,6 +92,13 @@ class Submitting:
             run.kill()
         return code, output.read_text()
 
+    def end(self) -> None:
+        """Kill what a test that failed has left running."""
+        for run in self.runs:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+
     def measured(self) -> dict[str, int]:
         """How often the memory of each implementation was measured, records of failed jobs included."""
         return {
@@ -96,12 +109,16 @@ class Submitting:
 
 
 @pytest.fixture(scope="module")
-def host(cluster: Cluster, plugin: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Submitting:
+def host(
+    cluster: Cluster, plugin: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Submitting]:
     folder = tmp_path_factory.mktemp("submitting")
     checkout = Checkout.make(folder / "checkout", "right", "killing", "gated")
     checkout.configure(small_config(right="right"))
     faults = {"GATE": str(folder / "gate"), "WORKS_NOW": str(folder / "works")}
-    return Submitting(cluster, checkout, {**cluster.variables, **plugin, **faults}, environment_key("cpu"))
+    host = Submitting(cluster, checkout, {**cluster.variables, **plugin, **faults}, environment_key("cpu"))
+    yield host
+    host.end()
 
 
 def test_a_run_goes_through_from_its_first_job_to_its_verdict(host: Submitting, tmp_path: Path) -> None:
