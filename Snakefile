@@ -49,6 +49,7 @@ rule all:
         "results/benchmark.csv",
         "results/correctness.csv",
         "results/comparison.csv",
+        "results/goals.csv",
         "results/verdict.txt",
 
 

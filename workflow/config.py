@@ -97,6 +97,7 @@ def load_config(raw: Mapping[str, Any], kernels_folder: Path) -> dict[str, Any]:
     _check_implementations(config, kernels_folder, faults)
     _check_static_profile(config, kernels_folder, faults)
     _check_baseline(config, faults)
+    _check_goals(config, faults)
     _check_warm_up(config, faults)
     _check_sweeps(config, faults)
     _check_workloads(config, kernels_folder, faults)
@@ -108,6 +109,16 @@ def load_config(raw: Mapping[str, Any], kernels_folder: Path) -> dict[str, Any]:
         sweep.setdefault("implementations", _answering(config, sweep["workload"], kernels_folder))
         if sweep["workload"] == DECODE:
             sweep["causal"] = True
+    for name, goal in config["goals"].items():
+        timed = _sweeps_of(goal, config)
+        for index, sweep in enumerate(goal.setdefault("sweeps", timed)):
+            if sweep not in timed:
+                problem = "does not time its implementation beside one it is held against"
+                faults.add(("goals", name, "sweeps", index), problem, sweep)
+        if not timed:
+            faults.add(("goals", name), "no sweep times its implementation beside one it is held against")
+    if faults.lines:
+        raise faults.error(raw)
     return config
 
 
@@ -351,6 +362,50 @@ def _check_baseline(config: dict[str, Any], faults: _Faults) -> None:
     baseline, known = config["baseline"], list(config["implementations"])
     if baseline is not None and baseline not in known:
         faults.add(("baseline",), f"is not in implementations; {_instead(baseline, known)}", baseline)
+
+
+def _check_goals(config: dict[str, Any], faults: _Faults) -> None:
+    for name, goal in _entries(config, "goals", faults):
+        keys: Keys = ("goals", name)
+        if not faults.sound(*keys):
+            continue
+        mine = goal.get("implementation")
+        _check_names(config, "implementations", [((*keys, "implementation"), mine)], faults)
+        for section, key in (("implementations", "against"), ("sweeps", "sweeps")):
+            if faults.sound(*keys, key):
+                named = [((*keys, key, index), value) for index, value in enumerate(goal.get(key, []))]
+                _check_names(config, section, named, faults)
+        for index, rival in enumerate(goal["against"] if faults.sound(*keys, "against") else []):
+            if rival == mine:
+                faults.add((*keys, "against", index), "is the implementation itself", rival)
+        limits = ("shortest_seq_len", "longest_seq_len")
+        if all(faults.sound(*keys, limit) and goal[limit] is not None for limit in limits):
+            shortest, longest = (goal[limit] for limit in limits)
+            if shortest > longest:
+                problem = f"must not be above longest_seq_len = {longest}"
+                faults.add((*keys, "shortest_seq_len"), problem, shortest)
+
+
+def _check_names(
+    config: dict[str, Any], section: str, named: Iterable[tuple[Keys, Any]], faults: _Faults
+) -> None:
+    """A fault for each name, given with its keys, that the section has no entry for."""
+    if faults.sound(section):
+        known = list(config[section])
+        for keys, name in named:
+            if faults.sound(*keys) and name not in known:
+                faults.add(keys, f"is not in {section}; {_instead(name, known)}", name)
+
+
+def _sweeps_of(goal: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """The sweeps that time the goal's implementation and one that it is held against."""
+    return [
+        name
+        for name, sweep in config["sweeps"].items()
+        if "timing" in sweep["measure"]
+        and goal["implementation"] in sweep["implementations"]
+        and set(goal["against"]) & set(sweep["implementations"])
+    ]
 
 
 def _check_tolerances(config: dict[str, Any], faults: _Faults) -> None:

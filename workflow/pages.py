@@ -17,6 +17,7 @@ from harness.comparison import CONFIDENCE
 from harness.problem import ATTENTION, DECODE
 from harness.record import MARKS, OK
 from workflow.comparisons import GPU
+from workflow.goals import goal_groups, goal_sentence
 from workflow.render import GIB, by_workload, problem_line, rate_of, workload_of
 from workflow.tables import one_line
 
@@ -288,6 +289,27 @@ def comparison_page(rows: pd.DataFrame) -> str:
     title = "Comparisons" + (f", sweep {rows['sweep'].iloc[0]}" if len(rows) else "")
     note = f"Intervals are over processes and hold the ratio with {CONFIDENCE:.0%} confidence."
     return table_page(title, [note], table)
+
+
+def goals_page(goals: pd.DataFrame) -> str:
+    """Every cell of every goal: the speedup, what was wanted, and whether it was reached."""
+    table = [
+        {
+            "goal": str(row["goal"]),
+            "sweep": str(row["sweep"]),
+            "seq_len": Number(row["seq_len"], ".0f"),
+            "implementation": str(row["implementation"]),
+            "fastest of the others": _text(row["fastest"]),
+            "speedup": Number(row["speedup"], ".3f"),
+            "wanted": Number(row["wanted"]),
+            "verdict": _text(row["verdict"]),
+            "A/A spread (%)": Number(row["aa_spread"] * 100, ".2g"),
+            "reason": _text(row["reason"]),
+        }
+        for row in goals.astype({"wanted": float, "aa_spread": float}).to_dict("records")
+    ]
+    notes = [f"{name}: {goal_sentence(cells, str)}" for name, cells in goal_groups(goals)]
+    return table_page("Goals", notes, table)
 
 
 def _sweep_page(quantity: str, rows: pd.DataFrame, table: list[dict[str, Any]]) -> str:

@@ -15,6 +15,7 @@ import pandas as pd
 
 from harness.record import MARKS, NOT_DETERMINISTIC, OK
 from workflow.comparisons import COMPARISON_COLUMNS
+from workflow.goals import GOAL_COLUMNS, goal_groups, goal_line, goal_section
 from workflow.gpus import gpu_section
 from workflow.render import (
     GIB,
@@ -46,15 +47,18 @@ def report_page(
     environment: dict[str, Any],
     figures: Sequence[str] = (),
     comparison: pd.DataFrame | None = None,
+    goals: pd.DataFrame | None = None,
 ) -> str:
     """The page; `figures` are paths relative to it, named `<sweep>_<quantity>.svg` and `error.svg`."""
     comparison = pd.DataFrame(columns=list(COMPARISON_COLUMNS)) if comparison is None else comparison
+    goals = pd.DataFrame(columns=list(GOAL_COLUMNS)) if goals is None else goals
     parts = [
         "# Report",
         environment_line(environment, benchmark),
         asked(benchmark, grid),
         "## In short",
-        bullets(in_short(benchmark, grid, comparison)),
+        bullets(in_short(benchmark, grid, comparison, goals)),
+        *goal_section(goals, lambda name, text: image(name, text, figures)),
     ]
     if not grid.empty:
         parts += [
@@ -136,7 +140,9 @@ def asked(benchmark: pd.DataFrame, grid: pd.DataFrame) -> str:
     return text
 
 
-def in_short(benchmark: pd.DataFrame, grid: pd.DataFrame, comparison: pd.DataFrame) -> list[str]:
+def in_short(
+    benchmark: pd.DataFrame, grid: pd.DataFrame, comparison: pd.DataFrame, goals: pd.DataFrame
+) -> list[str]:
     """The page's findings, a line each."""
     right: list[str] = []
     not_right: list[str] = []
@@ -149,6 +155,7 @@ def in_short(benchmark: pd.DataFrame, grid: pd.DataFrame, comparison: pd.DataFra
         lines.append(f"Right in every cell of the grid: {listed(right)}.")
     if not_right:
         lines.append(f"Not right, or not judged, in every cell: {listed(not_right)}.")
+    lines += [goal_line(name, cells) for name, cells in goal_groups(goals)]
     for sweep, rows in _groups(benchmark, "sweep"):
         if measured(rows, "latency"):
             lines.append(f"Sweep {table_text(sweep)}: {winners(first_names(rows))}")

@@ -58,8 +58,8 @@ BOOLEAN = "a boolean (YAML reads yes, no, on and off as booleans)"
 NULL = "null (nothing is written below the key)"
 NUMBER_AS_TEXT = "text (--config gives what is in a list or a mapping as text)"
 TOP_KEYS = (
-    "device, environment, one_gpu_per_sweep, time_limit_s, implementations, baseline, correctness, timing,"
-    " tuning, sdpa_diagnostic, static_profile, profile, collect, sweeps"
+    "device, environment, one_gpu_per_sweep, time_limit_s, implementations, baseline, goals, correctness,"
+    " timing, tuning, sdpa_diagnostic, static_profile, profile, collect, sweeps"
 )
 TIMING_KEYS = (
     "processes, samples, samples_interpreted, second_timer_seq_lens, warm_up_min_s, warm_up_max_s,"
@@ -341,6 +341,45 @@ BAD = {
     "baseline that is no name": (
         changed(("baseline", 1)),
         ["baseline = 1: must be the name of an implementation, or null, not a number"],
+    ),
+    "goal of what is not there": (
+        changed(
+            ("goals", "fast", {"implementation": "naiv", "against": ["sdpa", "naive"], "sweeps": ["articl"]})
+        ),
+        [
+            'goals.fast.implementation = "naiv": is not in implementations; must be naive',
+            'goals.fast.against[0] = "sdpa": is not in implementations; must be naive',
+            'goals.fast.sweeps[0] = "articl": is not in sweeps; must be article',
+        ],
+    ),
+    "goal against itself": (
+        changed(("goals", "fast", {"implementation": "naive", "against": ["naive"], "speedup_each": 0})),
+        [
+            'goals.fast.against[0] = "naive": is the implementation itself',
+            "goals.fast.speedup_each = 0: must be above 0",
+        ],
+    ),
+    "goal without its implementation, over no length": (
+        changed(("goals", "fast", {"against": [], "shortest_seq_len": 64, "longest_seq_len": 32})),
+        [
+            "goals.fast.against = []: must not be empty",
+            "goals.fast.shortest_seq_len = 64: must not be above longest_seq_len = 32",
+            "goals.fast.implementation: missing; must be the name of an implementation",
+        ],
+    ),
+    "goal in a sweep that times one side of it": (
+        changed(
+            ("implementations", "sdpa", {"kernel": "sdpa"}),
+            ("sweeps", "article", "implementations", ["naive"]),
+            ("goals", "fast", {"implementation": "naive", "against": ["sdpa"]}),
+            ("goals", "there", {"implementation": "naive", "against": ["sdpa"], "sweeps": ["article"]}),
+        ),
+        [
+            "goals.fast: no sweep times its implementation beside one it is held against",
+            "goals.there: no sweep times its implementation beside one it is held against",
+            'goals.there.sweeps[0] = "article": does not time its implementation beside one it is held'
+            " against",
+        ],
     ),
     "too few samples": (
         changed(("timing", {"samples": 1, "samples_interpreted": 0, "processes": {"cuda": 0}})),
@@ -724,7 +763,7 @@ def test_nothing_slow_is_imported():
 
 def test_every_number_of_the_configuration_says_its_unit_or_counts_something():
     """Units are in the names; what has none is a count, a size in elements or a fraction."""
-    units = ("_s", "_mhz", "_ms", "_bytes")
+    units = ("_s", "_mhz", "_ms", "_bytes", "_seq_len")
     counts = [
         "absolute",
         "batch",
@@ -745,6 +784,8 @@ def test_every_number_of_the_configuration_says_its_unit_or_counts_something():
         "samples_interpreted",
         "second_timer_seq_lens",
         "seq_lens",
+        "speedup_each",
+        "speedup_geometric_mean",
         "tokens",
     ]
     schema = load_schema()

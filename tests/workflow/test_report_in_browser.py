@@ -17,6 +17,8 @@ from harness.environment import environment_key
 from tests.workflow.browser import chromium, console_errors, requested, require_chromium
 from tests.workflow.checkout import ROOT, Checkout, small_config
 from tests.workflow.test_figures import HOSTILE, fail
+from workflow.config import load_config
+from workflow.goals import goal_rows
 from workflow.pages import latency_page
 
 PUBLISHED = ROOT / "docs" / "results" / "h200" / "default"
@@ -32,6 +34,9 @@ def report(tmp_path_factory):
     config = small_config(**dict.fromkeys(benchmark["implementation"].unique(), "naive"))
     (sweep,) = config["sweeps"].values()
     config["sweeps"] = {name: dict(sweep) for name in benchmark["sweep"].unique()}
+    config["goals"] = {
+        "beats_naive": {"implementation": "triton", "against": ["naive", "sdpa"], "speedup_each": 1.0}
+    }
     checkout.configure(json.loads(json.dumps(config)))
     results = checkout.folder / "results"
     environment = results / environment_key("cpu")
@@ -39,6 +44,9 @@ def report(tmp_path_factory):
     shutil.copy(PUBLISHED / "environment.json", environment)
     for table in PUBLISHED.glob("*.csv"):
         shutil.copy(table, results)
+    goals = load_config(config, checkout.folder / "kernels")["goals"]
+    rows = benchmark.fillna({"marks": ""}).to_dict("records")
+    pd.DataFrame(goal_rows(goals, rows, [])).to_csv(results / "goals.csv", index=False)
     made = checkout.snakemake("report", "--allowed-rules", "figures", "render_report", "report")
     assert made.returncode == 0, made.stdout
     return checkout.folder / "report" / "report.html"

@@ -462,11 +462,11 @@ def gather_and_render(checkout: Checkout) -> None:
     config = yaml.safe_load((checkout.folder / "config" / "config.yaml").read_text())
     checked = canonical_json(load_config(config, checkout.folder / "kernels"))
     files = ["--benchmark", "results/benchmark.csv", "--correctness", "results/correctness.csv"]
-    comparison = ["--comparison", "results/comparison.csv"]
+    others = ["--comparison", "results/comparison.csv", "--goals", "results/goals.csv"]
     plan = ["--config", checked, "--device", "cpu", "--environment", environment.parent.name]
     place = ["--environment", str(environment), "--output", "report/benchmark.md"]
     for script, arguments in (
-        ("aggregate", [*plan, *files, *comparison]),
+        ("aggregate", [*plan, *files, *others]),
         ("render_benchmark", [*files, *place]),
     ):
         subprocess.run(

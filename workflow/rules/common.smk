@@ -96,7 +96,9 @@ WHOLE_CPUS = 1 - GPUS
 
 # Torch is imported once for all jobs of a run; `onstart` starts the server, on this machine only.
 # (Where Triton is to interpret its kernels it must be told so before it is imported: not here.)
-FORK_SERVER = ForkServer(ROOT, ["torch", "harness.triton_ready"] if DEVICE == "cuda" else ["torch"])
+FORK_SERVER = ForkServer(
+    ROOT, ["torch", "harness.triton_ready"] if DEVICE == "cuda" else ["torch"]
+)
 
 
 onstart:

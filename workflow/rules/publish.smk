@@ -13,6 +13,7 @@ rule publish:
             "results/benchmark.csv",
             "results/correctness.csv",
             "results/comparison.csv",
+            *(["results/goals.csv"] if CONFIG["goals"] else []),
             "report/benchmark.md",
             "report/report.md",
         ],

@@ -19,27 +19,39 @@ SWEEPS_WITH = {
 reported = report
 # A label with two values, each of half the results, becomes a switch in the report, which shows nothing
 # at all where a result lacks its counterpart: so whether it is a figure or a table is no label of its own.
-REPORTED_FIGURES = [
-    reported(
-        f"report/figures/{sweep}_{quantity}.svg",
-        category=category,
-        caption=f"../report/{quantity}.rst",
-        labels={"sweep": sweep, "what": f"{quantity}, figure"},
-    )
-    for phase, quantity, category in (
-        (TIMING, "latency", "Latency"),
-        (TIMING, "throughput", "Latency"),
-        (MEMORY, "memory", "Memory"),
-    )
-    for sweep in SWEEPS_WITH[phase]
-] + [
-    reported(
-        "report/figures/error.svg",
-        category="Correctness",
-        caption="../report/error.rst",
-        labels={"what": "largest error by length, figure"},
-    )
-]
+REPORTED_FIGURES = (
+    [
+        reported(
+            f"report/figures/{sweep}_{quantity}.svg",
+            category=category,
+            caption=f"../report/{quantity}.rst",
+            labels={"sweep": sweep, "what": f"{quantity}, figure"},
+        )
+        for phase, quantity, category in (
+            (TIMING, "latency", "Latency"),
+            (TIMING, "throughput", "Latency"),
+            (MEMORY, "memory", "Memory"),
+        )
+        for sweep in SWEEPS_WITH[phase]
+    ]
+    + [
+        reported(
+            "report/figures/error.svg",
+            category="Correctness",
+            caption="../report/error.rst",
+            labels={"what": "largest error by length, figure"},
+        )
+    ]
+    + [
+        reported(
+            f"report/figures/goal_{goal}.svg",
+            category="Goals",
+            caption="../report/goal.rst",
+            labels={"what": f"{goal}, figure"},
+        )
+        for goal in CONFIG["goals"]
+    ]
+)
 REPORTED_TABLES = [
     reported(
         f"report/tables/{sweep}_{quantity}.html",
@@ -63,6 +75,7 @@ REPORTED_TABLES = [
     for name, category, what in (
         ("correctness", "Correctness", "each implementation"),
         ("correctness_cells", "Correctness", "every cell of the grid"),
+        *([("goals", "Goals", "every cell of every goal")] if CONFIG["goals"] else []),
         ("environment", "Environment", "what the run was measured on"),
     )
 ]
@@ -103,6 +116,7 @@ rule figures:
         script=ancient(ROOT / "workflow/scripts/plot_figures.py"),
         benchmark="results/benchmark.csv",
         correctness="results/correctness.csv",
+        goals="results/goals.csv",
     output:
         REPORTED_FIGURES,
     log:
@@ -115,7 +129,7 @@ rule figures:
         "draw the figures"
     shell:
         "python {input.script:q} --benchmark {input.benchmark:q} --correctness {input.correctness:q}"
-        " --output {output:q} > {log:q} 2>&1"
+        " --goals {input.goals:q} --output {output:q} > {log:q} 2>&1"
 
 
 rule render_report:
@@ -124,6 +138,7 @@ rule render_report:
         benchmark="results/benchmark.csv",
         correctness="results/correctness.csv",
         comparison="results/comparison.csv",
+        goals="results/goals.csv",
         environment=PLAN.environment_file,
     output:
         page="report/report.md",
@@ -140,8 +155,8 @@ rule render_report:
         "write the report"
     shell:
         "python {input.script:q} --benchmark {input.benchmark:q} --correctness {input.correctness:q}"
-        " --comparison {input.comparison:q} --environment {input.environment:q} --figures {params.figures:q} --page {output.page:q}"
-        " --tables {output.tables:q} > {log:q} 2>&1"
+        " --comparison {input.comparison:q} --goals {input.goals:q} --environment {input.environment:q}"
+        " --figures {params.figures:q} --page {output.page:q} --tables {output.tables:q} > {log:q} 2>&1"
 
 
 rule report:

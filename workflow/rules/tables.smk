@@ -18,6 +18,7 @@ rule aggregate:
         benchmark="results/benchmark.csv",
         correctness="results/correctness.csv",
         comparison="results/comparison.csv",
+        goals="results/goals.csv",
     log:
         "logs/aggregate.log",
     conda:
@@ -34,7 +35,8 @@ rule aggregate:
     shell:
         "python {input.script:q} --config {params.config:q} --device {params.device}"
         " --environment {params.environment:q} --benchmark {output.benchmark:q}"
-        " --correctness {output.correctness:q} --comparison {output.comparison:q} > {log:q} 2>&1"
+        " --correctness {output.correctness:q} --comparison {output.comparison:q}"
+        " --goals {output.goals:q} > {log:q} 2>&1"
 
 
 rule render_benchmark:

@@ -1,4 +1,4 @@
-"""Draw the figures named by --output: `<sweep>_<quantity>.svg` and `error.svg`."""
+"""Draw the figures named by --output: `<sweep>_<quantity>.svg`, `error.svg` and `goal_<goal>.svg`."""
 
 import argparse
 import sys
@@ -11,19 +11,24 @@ import pandas as pd
 
 from harness.record import write_atomically
 from workflow.figures import error_figure, sweep_figure
+from workflow.goals_figure import goal_figure
 from workflow.render import first_names
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--benchmark", required=True, type=Path)
 parser.add_argument("--correctness", required=True, type=Path)
+parser.add_argument("--goals", required=True, type=Path)
 parser.add_argument("--output", required=True, type=Path, nargs="+")
 arguments = parser.parse_args()
 
 benchmark = first_names(pd.read_csv(arguments.benchmark))
 grid = pd.read_csv(arguments.correctness)
+goals = pd.read_csv(arguments.goals)
 for path in arguments.output:
     if path.stem == "error":
         drawing = error_figure(grid)
+    elif path.stem.startswith("goal_"):
+        drawing = goal_figure(goals, path.stem.removeprefix("goal_"))
     else:
         sweep, _, quantity = path.stem.rpartition("_")
         drawing = sweep_figure(benchmark, grid, sweep, quantity)

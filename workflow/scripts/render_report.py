@@ -17,6 +17,7 @@ from workflow.pages import (
     comparison_page,
     correctness_page,
     environment_page,
+    goals_page,
     latency_page,
     memory_page,
 )
@@ -26,6 +27,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--benchmark", required=True, type=Path)
 parser.add_argument("--correctness", required=True, type=Path)
 parser.add_argument("--comparison", required=True, type=Path)
+parser.add_argument("--goals", required=True, type=Path)
 parser.add_argument("--environment", required=True, type=Path)
 parser.add_argument("--figures", nargs="*", default=[], help="the figures that the page shows")
 parser.add_argument("--page", required=True, type=Path)
@@ -35,10 +37,11 @@ arguments = parser.parse_args()
 benchmark = pd.read_csv(arguments.benchmark)
 grid = pd.read_csv(arguments.correctness)
 comparison = pd.read_csv(arguments.comparison)
+goals = pd.read_csv(arguments.goals)
 environment = json.loads(arguments.environment.read_text(encoding="utf-8"))
 
 figures = [os.path.relpath(figure, arguments.page.parent) for figure in arguments.figures]
-write_atomically(arguments.page, report_page(benchmark, grid, environment, figures, comparison))
+write_atomically(arguments.page, report_page(benchmark, grid, environment, figures, comparison, goals))
 for path in arguments.tables:
     if path.stem == "environment":
         page = environment_page(environment)
@@ -46,6 +49,8 @@ for path in arguments.tables:
         page = correctness_page(grid)
     elif path.stem == "correctness_cells":
         page = cells_page(grid)
+    elif path.stem == "goals":
+        page = goals_page(goals)
     else:
         sweep, _, quantity = path.stem.rpartition("_")
         if quantity == "comparison":
