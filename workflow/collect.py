@@ -256,8 +256,10 @@ def _read(folder: Path) -> Environment:
             f"{file}: does not say what was measured on ({type(fault).__name__}: {fault}): copy it from the"
             " machine, or leave the folder out"
         ) from fault
-    if not isinstance(key, str) or device not in ("cuda", "cpu"):
+    if not isinstance(key, str) or not key.isprintable() or device not in ("cuda", "cpu"):
         raise CollectFault(f"{file}: key = {key!r}, device = {device!r}: must be text, and cuda or cpu")
+    if not isinstance(account.get("gpu") or {}, dict):
+        raise CollectFault(f"{file}: gpu = {account['gpu']!r}: must be an object, or not there")
     for path in _files(folder):
         for what, other in _keys_in(path):
             if other != key:
@@ -274,6 +276,12 @@ def _keys_in(path: Path) -> Iterator[tuple[str, str]]:
         record = read_record(path)
     except RecordError:  # no record, or one that becomes a row with an error
         return
+    for name in ("source", "problem", "implementation"):
+        if not isinstance(record.spec.get(name, {}), dict):
+            raise CollectFault(
+                f"{path}: spec.{name} = {record.spec[name]!r}: must be an object, as a run writes it: copy"
+                " the file from the machine again, or leave it out"
+            )
     for what, holder, name in (
         ("spec.environment", record.spec, "environment"),
         # A job that found itself elsewhere measured nothing, and its record says so.

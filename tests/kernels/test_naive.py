@@ -2,10 +2,28 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kernels import naive
 from tests.kernels.decode_oracle import assert_decode_close, cache, paged
 from tests.kernels.oracle import DEVICE, assert_close, formula, inputs
+
+
+class Storages(TorchDispatchMode):
+    """The bytes of every new piece of memory that an operation's result lies in."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                self.sizes.append(tensor.untyped_storage().nbytes())
+        return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -113,6 +131,16 @@ def test_decode_is_the_formula_for_every_length_among_nan(heads, queries, dtype)
 def test_decode_of_a_full_cache_needs_no_lengths(context, queries):
     q, k, v, _ = cache(2, 4, 2, queries, context, 64, torch.bfloat16)
     assert_decode_close(naive.decode(q, k, v, scale=0.2), q, k, v, [context] * 2, 0.2)
+
+
+@pytest.mark.parametrize("lengths", [None, [400, 77]])
+def test_decode_makes_no_copy_of_k_or_v_for_each_query_head(lengths):
+    q, k, v, seq_lens = cache(2, 32, 4, 1, 500, 128, torch.bfloat16, lengths)
+    with Storages(q, k, v) as storages:
+        naive.decode(q, k, v, seq_lens=seq_lens)
+    # Where there are lengths V is copied once, with zeros beyond them; the scores are far smaller.
+    assert max(storages.sizes) <= (0 if lengths is None else v.nbytes) + 4 * 2 * 32 * 500
+    assert min(k.nbytes, v.nbytes) > 4 * 2 * 32 * 500  # so that a copy would be seen
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])

@@ -99,8 +99,7 @@ def test_every_head_dim_is_the_formula(head_dim):
 def test_any_number_of_splits_gives_the_same_answer():
     q, k, v, seq_lens = cache(1, 2, 1, 1, 530, 32, lengths=[525])
     exact = decode_formula(q, k, v, [525])
-    numbers = (*range(1, 10), 15, 16, 17, 24, 31, 32)
-    outputs = [decode(q, k, v, seq_lens=seq_lens, **tiles(16, splits=splits)) for splits in numbers]
+    outputs = [decode(q, k, v, seq_lens=seq_lens, **tiles(16, splits=splits)) for splits in range(1, 33)]
     assert_decode_close(outputs[0], q, k, v, [525])
     # Half a unit in the last place of the largest output, twice: the rounding of either.
     unit = 2.0 ** (math.floor(math.log2(exact.abs().max().item())) - 10)

@@ -524,6 +524,24 @@ def test_a_folder_that_lost_its_environment_or_says_nothing_of_it_is_refused(tmp
     (one / "environment.json").write_text('{"key": "k", "device": "abacus"}')
     with pytest.raises(CollectFault, match=r"key = 'k', device = 'abacus': must be text, and cuda or cpu"):
         find_environments([str(tmp_path / "results")])
+    (one / "environment.json").write_text('{"key": "k\\nk", "device": "cpu"}')
+    with pytest.raises(CollectFault, match=r"key = 'k\\nk', device = 'cpu': must be text, and cuda or cpu"):
+        find_environments([str(tmp_path / "results")])
+    (one / "environment.json").write_text('{"key": "k", "device": "cuda", "gpu": "mine"}')
+    with pytest.raises(CollectFault, match=r"gpu = 'mine': must be an object, or not there"):
+        find_environments([str(tmp_path / "results")])
+
+
+@pytest.mark.parametrize("entry", ["source", "problem", "implementation"])
+def test_a_record_whose_spec_no_run_wrote_is_refused(tmp_path, entry):
+    one = empty(tmp_path / "results" / "k", "k")
+    empty(tmp_path / "results" / "l", "l")
+    path = one / TIMING / "s" / "i" / "8.json"
+    path.write_text(path.read_text().replace('"environment"', f'"{entry}": "x", "environment"', 1))
+    with pytest.raises(CollectFault) as fault:
+        find_environments([str(tmp_path / "results")])
+    assert str(fault.value).startswith(f"{path}: spec.{entry} = 'x': must be an object")
+    assert "\n" not in str(fault.value)
 
 
 def test_one_environment_alone_and_folders_without_any_are_refused(tmp_path):

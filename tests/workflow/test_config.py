@@ -13,7 +13,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from workflow.config import ConfigError, available_kernels, load_config, load_schema, resolve
-from workflow.plan import TIMING, Plan
+from workflow.plan import CORRECTNESS, TIMING, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 RENDER = ROOT / "workflow" / "scripts" / "render_config_readme.py"
@@ -578,6 +578,13 @@ BAD = {
             "sweeps.article.implementations[1] = []: must be the name of an implementation, not a list",
         ],
     ),
+    "folders to collect that are none": (
+        changed(("collect", ["results", "", 7])),
+        [
+            'collect[1] = "": must be the name of a folder',
+            "collect[2] = 7: must be the name of a folder, not a number",
+        ],
+    ),
     "nothing to measure": (
         sweep(measure=[]),
         ["sweeps.article.measure = []: must not be empty"],
@@ -816,3 +823,23 @@ def test_a_study_that_comes_with_the_project_is_a_plan_for_a_gpu(path):
         contenders = {name for name in config["implementations"] if plan.answers(name, settings["workload"])}
         assert {name for found, name in timed if found == sweep} == contenders
         assert len(contenders) > 2
+
+
+@pytest.mark.parametrize(("device", "contexts"), [("cuda", {1, 63, 65, 1000, 4097}), ("cpu", {1, 63, 65})])
+def test_the_default_run_checks_decode_on_a_wide_grid(device, contexts):
+    raw = yaml.safe_load((ROOT / "config" / "config.yaml").read_text(encoding="utf-8"))
+    plan = Plan(load_config(raw, ROOT / "kernels"), device, "a_machine", ROOT)
+    grid = [
+        problem
+        for job in plan.jobs()
+        if job.phase == CORRECTNESS and job.implementation == "triton_decode"
+        for problem in job.spec["problems"]
+    ]
+    assert len(grid) >= 96
+    assert {problem["workload"] for problem in grid} == {"decode"}
+    assert {problem["seq_len_k"] for problem in grid} >= contexts
+    assert {problem["heads"] // problem["kv_heads"] for problem in grid} == {1, 4}
+    for key, values in (("head_dim", {64, 128}), ("batch", {1, 4}), ("dtype", {"fp16", "bf16"})):
+        assert {problem[key] for problem in grid} == values
+    assert {problem["lengths"] for problem in grid} == {"equal", "uneven", "some_empty"}
+    assert max(problem["page_size"] for problem in grid) > 0
