@@ -334,6 +334,18 @@ def test_tensor_descriptors_give_the_same_bits_as_pointers(shape, causal, dtype)
     assert described.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [None, -0.3, 0.0])
+@pytest.mark.parametrize("shape", [(1, 2, 1, 70, 70, 64), (2, 4, 2, 33, 100, 80), (1, 3, 3, 100, 33, 128)])
+def test_q_from_registers_gives_the_same_bits_as_from_shared_memory(shape, scale, dtype):
+    batch, heads, kv_heads, seq_len_q, seq_len_k, head_dim = shape
+    q, k, v = inputs(batch, heads, kv_heads, seq_len_q, seq_len_k, head_dim, dtype)
+    q = q.contiguous() * 100
+    shared = attention(q, k, v, causal=True, scale=scale, **DESCRIBED)
+    registers = attention(q, k, v, causal=True, scale=scale, **DESCRIBED, q_in_registers=True)
+    assert torch.equal(shared, registers)
+
+
 @pytest.mark.parametrize(
     "where", ["row stride", "head stride", "address", "no stride at all", "fits", "one head of one row"]
 )
@@ -405,6 +417,7 @@ for (major, minor), head_dim, causal, dtype, everything in json.loads(sys.argv[1
             "tensor_core": ptx.count("wgmma.mma_async" if major == 9 else "mma.sync"),
             "copies": ptx.count("cp.async.cg.shared.global"),
             "described": ptx.count("cp.async.bulk.tensor"),
+            "left_in_shared": len(re.findall(r"wgmma[.]mma_async[^{]*{[^}]*}, %rd", ptx)),
         }))
 """
 
@@ -452,6 +465,12 @@ def test_every_candidate_compiles_within_the_shared_memory_of_its_gpu(compute_ca
         # The copy engine computes the addresses, and so hardly a register is spilled.
         assert row["described"] > 0, row
         assert row["stack"] <= (0 if compute_capability == (9, 0) else 64), row
+    kept = [row for row in rows if row["options"]["q_in_registers"]]
+    assert bool(kept) == (compute_capability == (9, 0))
+    for row in kept:
+        # Only the product with the identity, 16 of its rows at a time, reads Q from shared memory.
+        assert row["left_in_shared"] == row["head_dim"] // 16, row
+        assert row["stack"] == 0, row
     for row in rows:
         assert row["shared"] <= 1024 * SHARED_MEMORY_KIB[compute_capability], row
         if compute_capability == (7, 5):  # where every accumulator is in registers, there are few to spare
