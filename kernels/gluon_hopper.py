@@ -544,7 +544,8 @@ def _consumer(
     CONSUMER: gl.constexpr, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
     CONSUMERS: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, KEY_TAIL: gl.constexpr, PING_PONG: gl.constexpr,
-    LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr, FIRST_KEYS: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    FIRST_KEYS: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of O, those with number CONSUMER, of one tile after the other.
 
@@ -557,6 +558,7 @@ def _consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     # As the left operand of a wgmma, P lies in the registers where S was: its conversion is free.
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     EMPTY: gl.constexpr = STAGES
     Q_FULL: gl.constexpr = 2 * STAGES
     Q_EMPTY: gl.constexpr = Q_FULL + Q_SLOTS
@@ -566,10 +568,10 @@ def _consumer(
     zeros = gl.zeros([WARPGROUP_ROWS, FIRST_KEYS], gl.float32, FIRST_LAYOUT)
     _wait(Q_FULL, 0, BARRIERS_AT)
     first_query, blocks, batch, head = _read_tile(0, STAGES, BARRIERS_AT)
-    q = q_smem.index(CONSUMER).reshape([WARPGROUP_ROWS, HEAD_DIM])
+    q_next = q_smem.index(CONSUMER).reshape([WARPGROUP_ROWS, HEAD_DIM])
     _wait(0, 0, BARRIERS_AT)
     k = k_smem.index(0).reshape([TILE_K, HEAD_DIM]).slice(0, FIRST_KEYS).permute((1, 0))
-    s = warpgroup_mma_wait(0, deps=(warpgroup_mma(q, k, zeros, use_acc=False, is_async=True),))
+    s = warpgroup_mma_wait(0, deps=(warpgroup_mma(q_next, k, zeros, use_acc=False, is_async=True),))
     _arrive(EMPTY, BARRIERS_AT)
     _wait(1 % STAGES, 1 // STAGES & 1, BARRIERS_AT)
 
@@ -582,6 +584,8 @@ def _consumer(
         slot = taken % Q_SLOTS
         q_tile = q_smem.index(slot * CONSUMERS + CONSUMER)
         q = q_tile.reshape([WARPGROUP_ROWS, HEAD_DIM])
+        if Q_IN_REGISTERS:
+            q = q.load(Q_LAYOUT)
         masked = gl.minimum(blocks, MASKED)
 
         # The scores of the last block are there already: the first step of the online softmax.
@@ -630,9 +634,9 @@ def _consumer(
         this_batch, this_head = batch, head
         _wait(Q_FULL + next_slot, taken // Q_SLOTS & 1, BARRIERS_AT)
         first_query, blocks, batch, head = _read_tile(next_slot, STAGES, BARRIERS_AT)
-        q = q_smem.index(next_slot * CONSUMERS + CONSUMER).reshape([WARPGROUP_ROWS, HEAD_DIM])
+        q_next = q_smem.index(next_slot * CONSUMERS + CONSUMER).reshape([WARPGROUP_ROWS, HEAD_DIM])
         k = k_smem.index(stage).reshape([TILE_K, HEAD_DIM]).slice(0, FIRST_KEYS).permute((1, 0))
-        s_next = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+        s_next = warpgroup_mma(q_next, k, zeros, use_acc=False, is_async=True)
 
         # O leaves through the buffer of this tile's Q, which nobody reads any more.
         reciprocal = gl.convert_layout(1.0 / gl.sum(row_sum, 1), gl.SliceLayout(1, O_LAYOUT))
@@ -662,7 +666,8 @@ def _attention_forward(
     heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k, scale,
     CONSUMERS: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, KEY_TAIL: gl.constexpr, PING_PONG: gl.constexpr,
-    LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr, FIRST_KEYS: gl.constexpr,
+    LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    FIRST_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Allocate shared memory and barriers, and send the warps to their partitions."""
     HEAD_DIM: gl.constexpr = k_descriptor.block_type.shape[3]
@@ -690,10 +695,10 @@ def _attention_forward(
             [
                 (_consumer, (0, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             FIRST_KEYS, BARRIERS_AT)),
+                             Q_IN_REGISTERS, FIRST_KEYS, BARRIERS_AT)),
                 (_consumer, (1, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             FIRST_KEYS, BARRIERS_AT)),
+                             Q_IN_REGISTERS, FIRST_KEYS, BARRIERS_AT)),
                 (_producer, (q_descriptor, k_descriptor, v_descriptor, counter,
                              q_smem, k_smem, v_smem, barriers,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k,
@@ -708,13 +713,13 @@ def _attention_forward(
             [
                 (_consumer, (0, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             FIRST_KEYS, BARRIERS_AT)),
+                             Q_IN_REGISTERS, FIRST_KEYS, BARRIERS_AT)),
                 (_consumer, (1, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             FIRST_KEYS, BARRIERS_AT)),
+                             Q_IN_REGISTERS, FIRST_KEYS, BARRIERS_AT)),
                 (_consumer, (2, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             FIRST_KEYS, BARRIERS_AT)),
+                             Q_IN_REGISTERS, FIRST_KEYS, BARRIERS_AT)),
                 (_producer, (q_descriptor, k_descriptor, v_descriptor, counter,
                              q_smem, k_smem, v_smem, barriers,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k,
@@ -729,7 +734,16 @@ def _attention_forward(
 
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (64, 128)
-OPTIONS = ("consumers", "tile_k", "stages", "ping_pong", "lazy_rescale", "packed_p", "short_tail")
+OPTIONS = (
+    "consumers",
+    "tile_k",
+    "stages",
+    "ping_pong",
+    "lazy_rescale",
+    "packed_p",
+    "short_tail",
+    "q_in_registers",
+)
 # Registers a thread at the launch, by the number of consumers: 65,536 for all warps, rounded as setmaxnreg
 # wants them.
 MAX_REGISTERS = {2: 168, 3: 128}
@@ -752,6 +766,7 @@ def attention(
     lazy_rescale: bool | None = None,
     packed_p: bool | None = None,
     short_tail: bool | None = None,
+    q_in_registers: bool | None = None,
 ) -> torch.Tensor:
     """softmax(scale * Q K^T) V on a Hopper GPU, forward only.
 
@@ -769,13 +784,17 @@ def attention(
     so that one's softmax runs beside another's products; with lazy_rescale O is rescaled only when a row's
     maximum has grown much; with packed_p the weights go from block to block as pairs; with short_tail only
     the keys of the last block that are there, rounded up to 32, 64 or 128, are multiplied where there is
-    no causal mask. Give all seven, or none for the first of `candidates`.
+    no causal mask; with q_in_registers Q is read from shared memory once a tile and not once a block (two
+    consumers have the registers for it). Give all eight, or none for the first of `candidates`.
 
     Raises ValueError for a bad argument (see `check_inputs`), for tensors that are not on a GPU of compute
     capability 9.0, for another head_dim, and for an incomplete or impossible set of launch options; and
     RuntimeError where Triton has compiled the kernel in a way that it was not written for.
     """
-    options = (consumers, tile_k, stages, ping_pong, lazy_rescale, packed_p, short_tail)
+    options = (
+        *(consumers, tile_k, stages, ping_pong),
+        *(lazy_rescale, packed_p, short_tail, q_in_registers),
+    )
     # What decides a call is looked up, checked and planned once.
     try:
         # The strides of a contiguous tensor follow from its shape, but for those that have no meaning.
@@ -1072,6 +1091,7 @@ def _constants(options: Mapping[str, Any], seq_len_k: int, causal: bool) -> dict
         "PING_PONG": bool(options["ping_pong"]),
         "LAZY_RESCALE": bool(options["lazy_rescale"]),
         "PACKED_P": bool(options["packed_p"]),
+        "Q_IN_REGISTERS": bool(options["q_in_registers"]),
         "FIRST_KEYS": _first_keys(options, seq_len_k, causal),
     }
 
@@ -1094,23 +1114,29 @@ def _candidates(head_dim: int, causal: bool, seq_len_k: int) -> list[dict[str, A
     # The order is an H200's, in bf16 at 16,384 tokens; neighbours are within the noise of two runs.
     two = {"consumers": 2, "tile_k": 128, "stages": {64: 4, 128: 2}[head_dim]}
     three = {"consumers": 3, "tile_k": 128, "stages": 3}
-    plain = {"ping_pong": False, "lazy_rescale": False, "packed_p": False, "short_tail": False}
+    plain = dict.fromkeys(OPTIONS[3:], False)
     lazy = {**plain, "lazy_rescale": True}
     lazy_turns = {**lazy, "ping_pong": True}
     packed = {**lazy, "packed_p": True}
     packed_turns = {**packed, "ping_pong": True}
+
+    def kept(variant: dict[str, Any]) -> dict[str, Any]:  # compiled without spills, and not yet timed
+        return {**variant, "q_in_registers": True}
+
     if head_dim == 128 and causal:
-        return [{**two, **variant} for variant in (lazy, plain, lazy_turns)]
+        return [{**two, **variant} for variant in (lazy, plain, lazy_turns, kept(lazy), kept(lazy_turns))]
     if head_dim == 128:
         short_tail = {**packed, "short_tail": True}
-        has_short_tail = _first_keys({**two, **short_tail}, seq_len_k, causal) < two["tile_k"]
-        variants = (short_tail, packed, lazy_turns) if has_short_tail else (packed, lazy, lazy_turns)
-        return [{**two, **variant} for variant in variants]
+        if _first_keys({**two, **short_tail}, seq_len_k, causal) < two["tile_k"]:
+            kept_short = kept({**lazy, "short_tail": True})
+            return [{**two, **variant} for variant in (short_tail, packed, lazy_turns, kept_short)]
+        return [{**two, **variant} for variant in (packed, lazy, lazy_turns, kept(lazy), kept(lazy_turns))]
+    kept_two = [{**two, **kept(lazy)}, {**two, **kept(lazy_turns)}]
     if not causal:
-        return [{**three, **variant} for variant in (packed, lazy, packed_turns)]
+        return [*({**three, **variant} for variant in (packed, lazy, packed_turns)), *kept_two]
     short = [{**two, **plain}, {**two, **lazy}, {**two, **lazy_turns}]
     long = [{**three, **packed}, {**three, **packed_turns}]
-    return [*short, long[0]] if seq_len_k <= 2048 else [*long, short[1]]
+    return [*short, long[0], *kept_two] if seq_len_k <= 2048 else [*long, short[1], *kept_two]
 
 
 def _check_options(options: Mapping[str, Any], head_dim: int) -> None:
@@ -1125,8 +1151,9 @@ def _check_options(options: Mapping[str, Any], head_dim: int) -> None:
         raise ValueError(f"consumers is {options['consumers']}: expected 2 or 3")
     if options["consumers"] == 3 and head_dim == 128:
         raise ValueError("consumers is 3: expected 2 at head_dim 128, more have too few registers")
-    if options["consumers"] == 3 and options["short_tail"]:
-        raise ValueError("short_tail is True: expected False with 3 consumers, they have too few registers")
+    for name in ("short_tail", "q_in_registers"):
+        if options["consumers"] == 3 and options[name]:
+            raise ValueError(f"{name} is True: expected False with 3 consumers, they have too few registers")
     if options["tile_k"] not in (64, 128):
         raise ValueError(f"tile_k is {options['tile_k']}: expected 64 or 128")
     if options["stages"] < 2:

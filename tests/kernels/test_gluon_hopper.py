@@ -60,6 +60,7 @@ def test_tensors_elsewhere_are_refused():
 GOOD = {
     **{"consumers": 2, "tile_k": 128, "stages": 2},
     **{"ping_pong": False, "lazy_rescale": False, "packed_p": False, "short_tail": False},
+    "q_in_registers": False,
 }
 
 
@@ -69,13 +70,14 @@ GOOD = {
         (
             {"consumers": 2},
             "tile_k is None: expected a number; give all of "
-            "consumers, tile_k, stages, ping_pong, lazy_rescale, packed_p, short_tail",
+            "consumers, tile_k, stages, ping_pong, lazy_rescale, packed_p, short_tail, q_in_registers",
         ),
         ({**GOOD, "consumers": 4}, "consumers is 4"),
         ({**GOOD, "tile_k": 96}, "tile_k is 96"),
         ({**GOOD, "stages": 1}, "stages is 1: expected 2 at least"),
         ({**GOOD, "stages": 9}, "bytes of shared memory"),
         ({**GOOD, "consumers": 3, "short_tail": True}, "short_tail is True: expected False with 3 consumers"),
+        ({**GOOD, "consumers": 3, "q_in_registers": True}, "q_in_registers is True: expected False with 3"),
         ({**GOOD, "speed": 1}, "speed is not a launch option"),
     ],
 )
@@ -504,6 +506,8 @@ for head_dim, causal, dtype, options in json.loads(sys.argv[1]):
         "warnings": re.findall("C75.*", said),  # of wgmma instructions that are serialized
         "shared": compiled.metadata.shared,
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        # whose left operand a descriptor of shared memory names
+        "left_in_shared": len(re.findall(r"wgmma[.]mma_async[^{]*{[^}]*}, %rd", compiled.asm["ptx"])),
         "tma": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
     }))
 """
@@ -537,6 +541,16 @@ def test_the_barriers_of_every_candidate_lie_where_its_assembly_looks_for_them(c
     for (head_dim, _, _, options), row in compiled_candidates:
         shape = (options["consumers"], options["tile_k"], options["stages"])
         assert row["offset"] == gluon_hopper._barriers_at(head_dim, *shape)
+
+
+@pytest.mark.slow
+def test_q_in_registers_is_read_from_shared_memory_for_a_tiles_first_block_alone(compiled_candidates):
+    kept = [(cell, row) for cell, row in compiled_candidates if cell[3]["q_in_registers"]]
+    assert {cell[0] for cell, _ in kept} == {64, 128}
+    for (head_dim, _, _, options), row in kept:
+        # The first block of the first tile, and that of the next one at the border of two tiles, by each
+        # consumer, 16 columns of Q at a time.
+        assert row["left_in_shared"] == 2 * options["consumers"] * head_dim // 16
 
 
 @pytest.mark.slow
