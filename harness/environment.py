@@ -134,7 +134,7 @@ def _visible(pynvml: Any) -> list[Gpu]:
 
 def _of_entry(pynvml: Any, entry: str, count: int) -> list[Gpu]:
     """The GPU, or its slices, that an index, a UUID or the beginning of one names; none if there is none."""
-    if entry.isdigit():
+    if entry.isdecimal():
         return _with_slices(pynvml, int(entry)) if int(entry) < count else []
     if entry.startswith("MIG-"):
         handles = [_handle(pynvml, entry)]

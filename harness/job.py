@@ -25,7 +25,7 @@ from harness.environment import (
     gpus_of,
     use_every_cpu_thread,
 )
-from harness.lock import any_device_lock, device_lock
+from harness.lock import LockFault, any_device_lock, device_lock
 from harness.monitor import GpuMonitor, Monitor, NoMonitor
 from harness.neighbours import Neighbours
 from harness.plugin import Kernel, interpret_triton, load_kernel
@@ -95,7 +95,10 @@ class Supervision:
             clock = Clock(self._gpu.card_uuid, self._spec.get("lock_sm_clock_mhz"))
             self._clock = self._lock.enter_context(clock)
         else:
-            self._lock.enter_context(device_lock("cpu", shared=not self._timed, waiting=_say))
+            try:
+                self._lock.enter_context(device_lock("cpu", shared=not self._timed, waiting=_say))
+            except LockFault as fault:
+                sys.exit(str(fault))
         self._began, self._started_at = time.monotonic(), datetime.now(UTC)
         return self
 
@@ -110,7 +113,10 @@ class Supervision:
             gpus = [gpus[self._kept_gpu % len(gpus)]]
         # Slices of one card share its clock and its power, and so its lock.
         cards = list(dict.fromkeys(gpu.card_uuid for gpu in gpus))
-        card = self._lock.enter_context(any_device_lock(cards, waiting=_say))
+        try:
+            card = self._lock.enter_context(any_device_lock(cards, waiting=_say))
+        except LockFault as fault:
+            sys.exit(str(fault))
         return next(gpu for gpu in gpus if gpu.card_uuid == card)
 
     def run(

@@ -109,6 +109,10 @@ CONTAINERS: dict[str, type[dict[str, Any]] | type[list[Any]]] = {
     **dict.fromkeys(("marks", "cells"), list),
 }
 
+UNITS = ("_ms", "_us", "_bytes", "_mhz", "_second")
+# The number that an `ok` record of a phase is there for.
+HEADLINES = {"timing": "latency_ms", "memory": "peak_memory_bytes"}
+
 
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no white space: equal values give equal text."""
@@ -184,7 +188,7 @@ def write_record(record: Record, path: Path) -> None:
 def read_record(path: Path) -> Record:
     """Read a record; raise RecordError, naming the file, if it is not one of this schema version."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except (OSError, ValueError, RecursionError) as fault:
         raise RecordError(f"{path}: not a readable record: {fault}") from fault
     version = content.get("schema_version") if isinstance(content, dict) else None
@@ -197,6 +201,29 @@ def read_record(path: Path) -> Record:
         if not isinstance(content.get(name, kind()), kind):
             raise RecordError(f"{path}: {name} is no JSON {'object' if kind is dict else 'array'}")
     try:
-        return Record(**content)
+        record = Record(**content)
+        _require_numbers(record)
     except (TypeError, ValueError) as fault:
         raise RecordError(f"{path}: {fault}") from fault
+    return record
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number that this code writes")
+
+
+def _require_numbers(record: Record) -> None:
+    """Raise ValueError for a record that whoever uses its numbers could not trust to be any."""
+    planned = record.spec.get("phase", record.phase)
+    if planned != record.phase:
+        raise ValueError(f"phase = {record.phase!r}: its spec is of the phase {planned!r}")
+    for name, value in record.values.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name.endswith(UNITS) and not (number or value is None):
+            raise ValueError(f"{name} = {value!r}: must be a number")
+    needed = HEADLINES.get(record.phase)
+    if record.status == OK and needed is not None:
+        if (headline := record.values.get(needed)) is None:
+            raise ValueError(f"{needed}: missing, though its status is ok")
+        if headline < 0:
+            raise ValueError(f"{needed} = {headline!r}: must not be negative")

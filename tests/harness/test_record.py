@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import stat
 import time
@@ -132,6 +133,32 @@ def test_what_is_no_record_is_refused_by_name(tmp_path: Path, text: str, says: s
         read_record(path)
     assert str(path) in str(caught.value)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"values": {}}, "latency_ms: missing, though its status is ok"),
+        ({"values": {"latency_ms": None}}, "latency_ms: missing"),
+        ({"values": {"latency_ms": "fast"}}, "latency_ms = 'fast': must be a number"),
+        ({"values": {"latency_ms": True}}, "latency_ms = True: must be a number"),
+        ({"values": {"latency_ms": math.nan}}, "NaN is no number"),
+        ({"values": {"latency_ms": math.inf}}, "Infinity is no number"),
+        ({"values": {"latency_ms": -1.0}}, "latency_ms = -1.0: must not be negative"),
+        ({"values": {"latency_ms": 1.0, "host_time_us": []}}, "host_time_us = []: must be a number"),
+        ({"phase": "memory"}, "phase = 'memory': its spec is of the phase 'timing'"),
+    ],
+)
+def test_a_record_whose_numbers_are_none_is_no_record(tmp_path: Path, changes: Any, says: str) -> None:
+    good = {"phase": "timing", "spec": {"phase": "timing"}, "status": "ok", "schema_version": 1}
+    path = tmp_path / "timing.json"
+    path.write_text(json.dumps({**good, "values": {"latency_ms": 1.0, "host_time_us": None}}))
+    read_record(path)
+    path.write_text(json.dumps({**good, "values": {"latency_ms": 1.0}, **changes}))
+    with pytest.raises(RecordError, match=re.escape(says)):
+        read_record(path)
+    path.write_text(json.dumps({**good, "values": {}, "status": "error"}))
+    read_record(path)
 
 
 def test_a_missing_file_and_one_that_is_not_text_are_refused_by_name(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from workflow.progress import Estimate, Measurement, Progress, Tracker, last_dur
 
 
 def record_of(path: Path, duration_s: float, started_at: str = "2026-12-01T10:00:00.000000Z") -> Path:
-    write_record(Record("timing", {}, OK, duration_s=duration_s, started_at=started_at), path)
+    values = {"latency_ms": 1.0}
+    write_record(Record("timing", {}, OK, values=values, duration_s=duration_s, started_at=started_at), path)
     return path
 
 
