@@ -91,7 +91,8 @@ def test_a_disk_that_is_full_at_any_step_of_writing_leaves_what_was_there(
 def test_a_limit_on_the_size_of_files_is_met_half_way_through_the_text(path: Path) -> None:
     """By the kernel, in the middle of a write: a part of the text is in the file already."""
     before = files(path.parents[2])
-    long = Record(phase="timing", spec={}, status="ok", samples={"cold_ms": [[0.5] * 10_000]})
+    samples = {"cold_ms": [[0.5] * 10_000]}
+    long = Record(phase="timing", spec={}, status="ok", values={"latency_ms": 0.5}, samples=samples)
     said, saying = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -203,6 +204,17 @@ def test_a_record_that_is_a_folder_is_found_before_anything_is_measured(bench: B
     ended = bench.run(job)
     assert ended.record is not None
     assert ended.record.status == "ok"
+    assert_kept(before, bench.kept())
+
+
+def test_a_lock_that_cannot_be_taken_is_one_line(tmp_path: Path, bench: Bench) -> None:
+    (tmp_path / "file").write_text("not a folder\n")
+    before = bench.kept()
+    ended = bench.run(bench.job(), **{FOLDER_VARIABLE: str(tmp_path / "file")})
+    assert ended.code == 1
+    assert "Traceback" not in ended.said
+    assert len(ended.said.splitlines()) == 1
+    assert str(tmp_path / "file") in ended.said
     assert_kept(before, bench.kept())
 
 

@@ -199,6 +199,7 @@ def test_the_gpu_is_the_first_that_cuda_would_see(
         ("1,7,0", ["GPU-bbbb"]),  # CUDA reads no further than the first that there is not
         ("GPU-a", ["GPU-aaaa"]),
         ("GPU-bb", []),  # the beginning of two
+        ("²", []),  # a digit, and no number
         ("-1", []),
     ],
 )

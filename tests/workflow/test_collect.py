@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from harness.record import ERROR, OK, Record, write_atomically, write_record
+from harness.record import OK, Record, write_atomically, write_record
 from tests.workflow.checkout import ROOT, Checkout
 from tests.workflow.test_figures import H200, texts
 from workflow.collect import (
@@ -508,7 +508,8 @@ def test_a_record_of_another_environment_in_a_folder_is_refused(tmp_path, where)
     key = {"spec": "environment", "circumstances": "key"}[where]
     stray[where][key] = "l"
     path = one / TIMING / "s" / "i" / "9.json"
-    write_record(Record(TIMING, stray["spec"], ERROR, circumstances=stray["circumstances"]), path)
+    timed = Record(TIMING, stray["spec"], OK, values={"latency_ms": 1.0})
+    write_record(replace(timed, circumstances=stray["circumstances"]), path)
     with pytest.raises(CollectFault) as fault:
         find_environments([str(tmp_path / "results")])
     assert str(fault.value).startswith(f"{path}: {where}.{key} = l, in the folder of k: two environments are")
