@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
+from harness.problem import Problem
 from harness.record import OK
+from workflow.plan import TIMING, Plan
 from workflow.tables import markdown, table_text
 
 REACHED = "reached"
@@ -39,8 +41,9 @@ def goal_rows(
     goals: dict[str, dict[str, Any]],
     benchmark: Sequence[dict[str, Any]],
     comparison: Sequence[dict[str, Any]],
+    problem_bytes: Mapping[tuple[str, int], int],
 ) -> list[dict[str, Any]]:
-    """A row for each goal and cell, from the rows of the two other tables.
+    """A row for each goal and cell, from the rows of the two other tables and the bytes of each problem.
 
     `speedup` is the latency of the fastest of those that the goal names over that of its implementation.
     """
@@ -67,13 +70,26 @@ def goal_rows(
         }
         for name, goal in goals.items()
         for (sweep, seq_len), cell in cells.items()
-        if _asks(goal, sweep, seq_len) and goal["implementation"] in cell
+        if goal["implementation"] in cell and _asks(goal, sweep, seq_len, problem_bytes)
     ]
 
 
-def _asks(goal: dict[str, Any], sweep: str, seq_len: int) -> bool:
-    shortest, longest = goal["shortest_seq_len"], goal["longest_seq_len"]
-    return sweep in goal["sweeps"] and (shortest or 0) <= seq_len <= (longest or math.inf)
+def problem_bytes_of(plan: Plan) -> dict[tuple[str, int], int]:
+    """The bytes that a problem's inputs and output have, for each sweep and length."""
+    return {
+        (sweep, seq_len): Problem.from_dict(
+            plan.sweep_job(TIMING, sweep, implementation, seq_len).spec["problem"]
+        ).minimal_bytes
+        for sweep, seq_len, implementation in plan.cells()
+    }
+
+
+def _asks(
+    goal: dict[str, Any], sweep: str, seq_len: int, problem_bytes: Mapping[tuple[str, int], int]
+) -> bool:
+    shortest, longest = goal["shortest_seq_len"] or 0, goal["longest_seq_len"] or math.inf
+    large = problem_bytes[sweep, seq_len] >= (goal["smallest_problem_bytes"] or 0)
+    return sweep in goal["sweeps"] and shortest <= seq_len <= longest and large
 
 
 def _reached(goal: dict[str, Any], cell: dict[str, dict[str, Any]]) -> dict[str, Any]:

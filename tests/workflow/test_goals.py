@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -10,9 +11,20 @@ import pytest
 
 from harness.record import ERROR, OK, UNSUPPORTED
 from tests.workflow.test_figures import HOSTILE, texts
-from workflow.goals import GOAL_COLUMNS, geometric_mean, goal_line, goal_rows, goal_section
+from workflow.config import load_config
+from workflow.goals import (
+    GOAL_COLUMNS,
+    geometric_mean,
+    goal_line,
+    goal_rows,
+    goal_section,
+    problem_bytes_of,
+)
 from workflow.goals_figure import goal_figure
 from workflow.pages import goals_page
+from workflow.plan import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
 
 GOAL = {
     "implementation": "ours",
@@ -22,6 +34,7 @@ GOAL = {
     "sweeps": ["article"],
     "shortest_seq_len": None,
     "longest_seq_len": None,
+    "smallest_problem_bytes": None,
 }
 
 
@@ -42,8 +55,13 @@ def cell(seq_len: int, sweep: str = "article", **latencies: Any) -> list[dict[st
     return rows
 
 
+def sizes(rows: list[dict[str, Any]]) -> dict[tuple[str, int], int]:
+    return {(row["sweep"], row["seq_len"]): 100 * row["seq_len"] for row in rows}
+
+
 def reached(rows: list[dict[str, Any]], **changes: Any) -> pd.DataFrame:
-    return pd.DataFrame(goal_rows({"fast": {**GOAL, **changes}}, rows, []), columns=list(GOAL_COLUMNS))
+    found = goal_rows({"fast": {**GOAL, **changes}}, rows, [], sizes(rows))
+    return pd.DataFrame(found, columns=list(GOAL_COLUMNS))
 
 
 def page(goals: pd.DataFrame) -> str:
@@ -81,6 +99,18 @@ def test_a_cell_counts_where_its_sweep_and_length_are_asked_for():
     )
     goals = reached(rows, shortest_seq_len=2, longest_seq_len=3)
     assert list(zip(goals["sweep"], goals["seq_len"], strict=True)) == [("article", 2), ("article", 3)]
+    assert list(reached(rows, smallest_problem_bytes=300)["seq_len"]) == [3, 4]
+
+
+def test_a_problem_is_as_large_as_its_inputs_and_output():
+    sweep = {"batch": 2, "heads": 4, "head_dim": 64, "causal": False, "dtype": "fp16"}
+    config = {
+        "implementations": {"naive": {"kernel": "naive"}},
+        "sweeps": {"article": {**sweep, "seq_lens": {"cuda": [512, 1024]}}},
+    }
+    plan = Plan(load_config(config, ROOT / "kernels"), "cuda", "h200", ROOT)
+    tensor = 2 * 4 * 512 * 64 * 2
+    assert problem_bytes_of(plan) == {("article", 512): 4 * tensor, ("article", 1024): 8 * tensor}
 
 
 @pytest.mark.parametrize("mark", ["stale", "interpreted", "grid_failed", "grid_incomplete"])
@@ -128,7 +158,8 @@ def test_without_a_goal_there_is_no_section():
 
 def test_the_spread_of_the_cells_own_twins_stands_beside_what_was_missed():
     spreads = [{"sweep": "article", "seq_len": 512, "aa_spread": spread} for spread in (0.01, None, 0.034)]
-    rows = goal_rows({"fast": GOAL}, cell(512, ours=2.0, one=1.0), spreads)
+    rows = cell(512, ours=2.0, one=1.0)
+    rows = goal_rows({"fast": GOAL}, rows, spreads, sizes(rows))
     assert rows[0]["aa_spread"] == 0.034
     assert "0.500 of one, 1 wanted; A/A spread here: 3.4%" in page(pd.DataFrame(rows))
 

@@ -46,7 +46,8 @@ def report(tmp_path_factory):
         shutil.copy(table, results)
     goals = load_config(config, checkout.folder / "kernels")["goals"]
     rows = benchmark.fillna({"marks": ""}).to_dict("records")
-    pd.DataFrame(goal_rows(goals, rows, [])).to_csv(results / "goals.csv", index=False)
+    sizes = {(row["sweep"], row["seq_len"]): row["working_set_bytes"] for row in rows}
+    pd.DataFrame(goal_rows(goals, rows, [], sizes)).to_csv(results / "goals.csv", index=False)
     made = checkout.snakemake("report", "--allowed-rules", "figures", "render_report", "report")
     assert made.returncode == 0, made.stdout
     return checkout.folder / "report" / "report.html"
