@@ -475,6 +475,7 @@ import triton
 from harness.plugin import compile_unit
 from harness.target import Target
 from kernels import gluon_hopper
+from tests.kernels.wgmma_registers import disassembled, overwritten
 
 tools = Path(triton.__file__).parent / "backends/nvidia/bin"
 hopper = Target("cuda", "Hopper", (9, 0))
@@ -509,6 +510,7 @@ for head_dim, causal, dtype, options in json.loads(sys.argv[1]):
         # whose left operand a descriptor of shared memory names
         "left_in_shared": len(re.findall(r"wgmma[.]mma_async[^{]*{[^}]*}, %rd", compiled.asm["ptx"])),
         "tma": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
+        "overwritten": overwritten(disassembled(compiled.asm["cubin"])),
     }))
 """
 
@@ -533,6 +535,7 @@ def test_every_candidate_compiles_for_hopper_within_its_shared_memory_and_withou
         assert row["tma"] > 0
         assert row["spills"] == [0, 0, 0], (cell, row)
         assert row["warnings"] == [], (cell, row)
+        assert row["overwritten"] == [], (cell, row)
         assert row["shared"] <= SHARED_MEMORY_BYTES, (cell, row)
 
 

@@ -390,6 +390,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kernels import triton_flash
+from tests.kernels.wgmma_registers import disassembled, overwritten
 
 cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
 for (major, minor), head_dim, causal, dtype, everything in json.loads(sys.argv[1]):
@@ -417,6 +418,7 @@ for (major, minor), head_dim, causal, dtype, everything in json.loads(sys.argv[1
             "tensor_core": ptx.count("wgmma.mma_async" if major == 9 else "mma.sync"),
             "copies": ptx.count("cp.async.cg.shared.global"),
             "described": ptx.count("cp.async.bulk.tensor"),
+            "overwritten": overwritten(disassembled(compiled.asm["cubin"])) if major == 9 else [],
             "left_in_shared": len(re.findall(r"wgmma[.]mma_async[^{]*{[^}]*}, %rd", ptx)),
         }))
 """
@@ -472,6 +474,7 @@ def test_every_candidate_compiles_within_the_shared_memory_of_its_gpu(compute_ca
         assert row["left_in_shared"] == row["head_dim"] // 16, row
         assert row["stack"] == 0, row
     for row in rows:
+        assert row["overwritten"] == [], row
         assert row["shared"] <= 1024 * SHARED_MEMORY_KIB[compute_capability], row
         if compute_capability == (7, 5):  # where every accumulator is in registers, there are few to spare
             assert row["stack"] == 0, row
