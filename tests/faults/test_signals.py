@@ -235,7 +235,7 @@ def test_a_clock_that_goes_backwards_loses_no_record_and_spoils_no_duration(
     for number in range(5):
         with Supervision(spec, ROOT, time_limit_s=60.0, timed=True) as supervision:
             time.sleep(0.01)
-        records.append(supervision.record(status="ok", values={"number": number}))
+        records.append(supervision.record(status="ok", values={"number": number, "latency_ms": 1.0}))
         write_record(records[-1], path)
     assert read_record(path) == records[-1]
     kept = [read_record(copy) for copy in history_folder(path).iterdir()]

@@ -37,7 +37,7 @@ def test_a_spec_may_be_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_spec_may_be_a_record_that_holds_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "results" / "512.json"
-    write_record(Record(phase="timing", spec=SPEC, status="ok"), path)
+    write_record(Record(phase="timing", spec=SPEC, status="ok", values={"latency_ms": 1.0}), path)
     assert parse(monkeypatch, "--spec", path, "--output", "results/b.json").spec == SPEC
 
 

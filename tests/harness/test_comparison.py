@@ -302,6 +302,7 @@ def record(level: float, kernel: str, started_at: str, **changes: Any) -> Record
         "phase": "timing",
         "spec": spec,
         "status": "ok",
+        "values": {"latency_ms": level},
         "samples": {"cold_ms": side.latencies_ms, "sm_clock_mhz": side.sm_clocks_mhz},
         "started_at": started_at,
     }

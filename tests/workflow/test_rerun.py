@@ -234,7 +234,8 @@ parse = job_arguments
 def job_arguments(description):
     arguments = parse(description)
     from harness.record import Record, write_atomically
-    record = Record(arguments.spec["phase"], arguments.spec, "ok")
+    values = {"latency_ms": 1.0, "peak_memory_bytes": 1}
+    record = Record(arguments.spec["phase"], arguments.spec, "ok", values=values)
     write_atomically(arguments.output, json.dumps(vars(record)))
     if arguments.winner:
         write_atomically(arguments.winner, '{"options":{}}')
@@ -292,6 +293,8 @@ def write_by_hand(plan: Plan, root: Path, *, status: str = OK) -> None:
                 "flop_count": 1,
                 "key_value_bytes_per_second": 1.0,
             }
+        if job.phase == MEMORY:
+            values |= {"peak_memory_bytes": 1}
         if job.phase == ROOFLINE:
             values = {"read_bytes_per_second": 1e12, "matrix_teraflops_per_second": 1.0, "flush_proven": True}
         record = Record(job.phase, job.spec, status, values=values, started_at="2026-01-01T00:00:00.0Z")

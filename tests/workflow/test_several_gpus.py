@@ -39,7 +39,8 @@ def job_arguments(description, **options):
     line = {"path": path, "kept_gpu": arguments.kept_gpu, "began": began, "ended": time.monotonic()}
     with open(os.environ["RAN"], "a") as log:
         log.write(json.dumps(line) + "\\n")
-    record = Record(arguments.spec["phase"], arguments.spec, "ok")
+    values = {"latency_ms": 1.0, "peak_memory_bytes": 1}
+    record = Record(arguments.spec["phase"], arguments.spec, "ok", values=values)
     write_atomically(arguments.output, json.dumps(vars(record)))
     if arguments.winner:
         write_atomically(arguments.winner, '{"options":{}}')
