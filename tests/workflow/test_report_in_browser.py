@@ -150,6 +150,8 @@ def look_at(window, shown: WebElement) -> None:
 
 
 def test_every_caption_is_shown_and_its_numbers_are_filled_in(window):
+    timing = small_config(naive="naive")["timing"]
+    seen = []
     for category in window.execute_script("return Object.keys(categories)"):
         open_category(window, category)
         for number in range(len(entries(window))):
@@ -158,10 +160,14 @@ def test_every_caption_is_shown_and_its_numbers_are_filled_in(window):
             caption = window.find_element(By.CSS_SELECTOR, "nav .prose").text
             assert len(caption) > 100
             assert "{" not in caption
+            seen.append(caption)
             back = f"//nav//a[normalize-space(.)='{category}']"
             press(window, lambda back=back: window.find_element(By.XPATH, back))
             wait(window, lambda: entries(window))
         window.get(window.current_url.partition("#")[0])
+    [latency] = {caption for caption in seen if caption.startswith("Latency of one call")}
+    counts = f"of {timing['processes']['cpu']} processes, each of {timing['samples']} samples"
+    assert counts in " ".join(latency.split())
 
 
 def test_the_first_page_leads_to_every_category(window):

@@ -124,6 +124,10 @@ rule figures:
     conda:
         "../envs/attention.yaml"
     params:
+        # For the captions.
+        processes=CONFIG["timing"]["processes"][DEVICE],
+        samples=CONFIG["timing"]["samples"],
+        samples_interpreted=CONFIG["timing"]["samples_interpreted"],
         source=source_digest(ROOT / "workflow/scripts/plot_figures.py", ROOT),
     message:
         "draw the figures"
