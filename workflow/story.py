@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.record import MARKS, NOT_DETERMINISTIC, OK
+from harness.record import MARKS, NOT_DETERMINISTIC, OK, UNSUPPORTED
 from workflow.comparisons import COMPARISON_COLUMNS
 from workflow.goals import GOAL_COLUMNS, goal_groups, goal_line, goal_section
 from workflow.gpus import gpu_section
@@ -146,7 +146,11 @@ def in_short(
     """The page's findings, a line each."""
     right: list[str] = []
     not_right: list[str] = []
+    not_here: list[str] = []
     for name, cells in _groups(grid, "implementation"):
+        if (cells["status"] == UNSUPPORTED).all():
+            not_here.append(table_text(name))
+            continue
         good = int((cells["status"] == OK).sum())
         line = f"{table_text(name)} ({good} of {len(cells)})"
         (right if good == len(cells) else not_right).append(line)
@@ -155,6 +159,8 @@ def in_short(
         lines.append(f"Right in every cell of the grid: {listed(right)}.")
     if not_right:
         lines.append(f"Not right, or not judged, in every cell: {listed(not_right)}.")
+    if not_here:
+        lines.append(f"Unsupported in every cell, on this machine: {listed(not_here)}.")
     lines += [goal_line(name, cells) for name, cells in goal_groups(goals)]
     for sweep, rows in _groups(benchmark, "sweep"):
         if measured(rows, "latency"):

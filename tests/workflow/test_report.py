@@ -53,6 +53,17 @@ class TestThePage:
         assert text.splitlines()[2].startswith("Measured on NVIDIA H200")
         assert "`launch_bound`: " in text.splitlines()[-1]
 
+    def test_what_is_unsupported_here_is_not_called_wrong(self):
+        benchmark, grid = h200()
+        grid.loc[grid["implementation"] == "triton", "status"] = "unsupported"
+        short = section(page(benchmark, grid), "## In short")
+        assert "Unsupported in every cell, on this machine: triton." in short
+        assert "Not right" not in short
+        grid.loc[grid["implementation"] == "triton", "status"] = ["wrong"] + ["unsupported"] * (
+            int((grid["implementation"] == "triton").sum()) - 1
+        )
+        assert "Not right, or not judged, in every cell: triton (0 of " in page(benchmark, grid)
+
     def test_says_who_is_the_fastest_at_each_length_by_what_factor(self):
         benchmark, grid = h200()
         story = section(page(benchmark, grid), "## Sweep article")
