@@ -13,6 +13,7 @@ run_in_fork_server(__file__)
 
 os.environ.pop("TRITON_INTERPRET", None)  # what is interpreted is not compiled
 
+import harness.triton_ready  # noqa: F401, for every process that compiles, which is forked from this one
 from harness.architectures import target_of
 from harness.command import job_arguments
 from harness.job import Supervision
