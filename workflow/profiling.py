@@ -94,13 +94,15 @@ def counter_job(plan: Plan, sweep: str, implementation: str, seq_len: int) -> Jo
 
 
 def up_to_date(jobs: list[Job], root: Path, to_run: set[Any]) -> list[str]:
-    """The paths of the jobs' records; those on disk that are stale or unreadable are put among `to_run`."""
+    """The paths of the jobs' records; those that are stale, unreadable or not there are put among `to_run`.
+
+    Snakemake does not miss a record whose page is there, but who shows the page reads the record.
+    """
     for job in jobs:
-        if (root / job.path).exists():
-            record = load(job, root)
-            # Where nothing can be read, `load` makes a record that says so and has no beginning.
-            if record.spec != job.spec or not record.started_at:
-                to_run.add(job.path)
+        record = load(job, root)
+        # Where nothing can be read, `load` makes a record that says so and has no beginning.
+        if record.spec != job.spec or not record.started_at:
+            to_run.add(job.path)
     return [job.path for job in jobs]
 
 

@@ -106,6 +106,16 @@ class TestARealDiagnostic:
         finally:
             naive.write_text(text)
 
+    def test_a_record_that_was_deleted_is_measured_again_though_its_page_is_there(self, diagnosed):
+        checkout, _ = diagnosed
+        record = next((checkout.folder / "results").glob("*/sdpa_diagnostic/*/*.json"))
+        record.rename(checkout.folder / "kept.json")
+        try:
+            planned = checkout.planned("sdpa_diagnostic")
+        finally:
+            (checkout.folder / "kept.json").rename(record)
+        assert planned["diagnose_sdpa"] == 1
+
 
 def synthetic(early=lambda backend, priming: 1.0, clock=lambda process: 1900.0, spread=0.002):
     """Records of a GPU: fixed cycles for each backend, times those of a clock that may move."""

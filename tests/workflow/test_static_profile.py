@@ -96,6 +96,17 @@ class TestARealProfile:
         finally:
             kernel.write_text(text)
 
+    def test_a_record_that_was_deleted_is_compiled_again_though_its_page_is_there(self, profiled):
+        checkout, _ = profiled
+        [record] = (checkout.folder / "results").glob("*/static_profile/tiny/triton_flash/sm_80.json")
+        record.rename(checkout.folder / "kept.json")
+        try:
+            planned = checkout.planned("static_profile")
+        finally:
+            (checkout.folder / "kept.json").rename(record)
+        assert planned["profile_statically"] == 1
+        assert planned["render_static_profile"] == 1
+
 
 def row(target="sm_75", **values):
     counts = dict.fromkeys(("instructions", *MIX), 0) | {"instructions": 1000, "fp32_multiply_add": 600}

@@ -29,7 +29,8 @@ from workflow.session import (
     require_environment,
     workflow_profile,
 )
-from workflow.tables import load, stale_records
+from workflow.profiling import up_to_date
+from workflow.tables import stale_records
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
     sys.exit(
@@ -212,15 +213,8 @@ def config_name():
 
 
 def diagnostic_records(wildcards):
-    """All records of the diagnostic; those that are stale are measured again."""
-    jobs = PLAN.diagnostic_jobs()
-    stale = [
-        job.path
-        for job in jobs
-        if Path(job.path).exists() and load(job, Path()).spec != job.spec
-    ]
-    workflow.dag.forcefiles.update(stale)
-    return [job.path for job in jobs]
+    """All records of the diagnostic; those that are stale or not there are measured again."""
+    return up_to_date(PLAN.diagnostic_jobs(), Path.cwd(), workflow.dag.forcefiles)
 
 
 def diagnostic_spec(wildcards):

@@ -10,7 +10,6 @@ from workflow.profiling import (
     seen_on_disk,
     static_job,
     static_jobs,
-    up_to_date,
 )
 
 
