@@ -201,7 +201,7 @@ def goal_section(table: pd.DataFrame, image_of: Callable[[str, str], str]) -> li
         _table(groups),
     ]
     for name, cells in groups:
-        parts += [image_of(f"goal_{name}", f"speedup against length, goal {name}")]
+        parts += [image_of(f"{name}_goal", f"speedup against length, goal {name}")]
         below = cells[cells["verdict"] == MISSED]
         if len(below):
             parts.append(f"Below the goal {table_text(name)}:\n\n{_below(below)}")

@@ -21,6 +21,7 @@ from workflow.plan import (
     TUNING,
     Plan,
 )
+from workflow.profiling import up_to_date
 from workflow.session import (
     begin_run,
     in_random_order,
@@ -29,7 +30,6 @@ from workflow.session import (
     require_environment,
     workflow_profile,
 )
-from workflow.profiling import up_to_date
 from workflow.tables import stale_records
 
 if sys.platform != "linux" or platform.machine() != "x86_64":

@@ -44,7 +44,7 @@ REPORTED_FIGURES = (
     ]
     + [
         reported(
-            f"report/figures/goal_{goal}.svg",
+            f"report/figures/{goal}_goal.svg",
             category="Goals",
             caption="../report/goal.rst",
             labels={"what": f"{goal}, figure"},

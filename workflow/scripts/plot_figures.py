@@ -1,4 +1,4 @@
-"""Draw the figures named by --output: `<sweep>_<quantity>.svg`, `error.svg` and `goal_<goal>.svg`."""
+"""Draw the figures named by --output: `<sweep>_<quantity>.svg`, `<goal>_goal.svg` and `error.svg`."""
 
 import argparse
 import sys
@@ -27,9 +27,8 @@ goals = pd.read_csv(arguments.goals)
 for path in arguments.output:
     if path.stem == "error":
         drawing = error_figure(grid)
-    elif path.stem.startswith("goal_"):
-        drawing = goal_figure(goals, path.stem.removeprefix("goal_"))
     else:
-        sweep, _, quantity = path.stem.rpartition("_")
-        drawing = sweep_figure(benchmark, grid, sweep, quantity)
+        name, _, quantity = path.stem.rpartition("_")
+        of_a_goal = quantity == "goal"
+        drawing = goal_figure(goals, name) if of_a_goal else sweep_figure(benchmark, grid, name, quantity)
     write_atomically(path, drawing)
