@@ -28,6 +28,7 @@ SCALE = math.log(2)  # which makes powers of two of the weights
 STATED = os.environ.get("NEWER_PTXAS")  # where nothing can be installed
 
 
+@functools.cache
 def choice(batch, heads, kv_heads, seq_len, head_dim, dtype, causal):
     """Q, K and V of small integers, and the one right answer.
 
@@ -52,10 +53,11 @@ def choice(batch, heads, kv_heads, seq_len, head_dim, dtype, causal):
     return *(tensor.to(dtype).to(DEVICE) for tensor in (q, k, v)), expected.to(dtype).to(DEVICE)
 
 
-def assert_exact(attention, seq_len, head_dim, dtype, causal, heads=(4, 2), batch=2):
+def assert_exact(attention, seq_len, head_dim, dtype, causal, heads=(4, 2), batch=2, calls=1):
     q, k, v, expected = choice(batch, *heads, seq_len, head_dim, dtype, causal)
-    output = attention(q, k, v, causal=causal, scale=SCALE)
-    assert torch.equal(output, expected), (output != expected).nonzero()[:4].tolist()
+    for _ in range(calls):
+        output = attention(q, k, v, causal=causal, scale=SCALE)
+        assert torch.equal(output, expected), (output != expected).nonzero()[:4].tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,37 +76,34 @@ def test_the_newest_query_gets_the_value_it_picks_in_decode(dtype):
         assert torch.equal(output, expected[:, :, -1:])
 
 
-def candidates_here(module):
-    """Each candidate of a kernel for this GPU, with the head_dim and the mask that it is meant for."""
+def candidates_here(module, head_dim, causal):
+    """Each candidate of a kernel for this GPU that is meant for this head_dim and mask, at any seq_len."""
     if DEVICE != "cuda":
         return []
     capability = torch.cuda.get_device_capability()
     target = SimpleNamespace(is_cuda=True, device="cuda", compute_capability=capability)
     found = []
-    for head_dim in (64, 128):
-        for causal in (False, True):
-            for seq_len in (1024, 1537):
-                sizes = {"batch": 1, "heads": 4, "kv_heads": 4, "seq_len_q": seq_len, "seq_len_k": seq_len}
-                cell = SimpleNamespace(head_dim=head_dim, causal=causal, dtype="bf16", **sizes)
-                for options in module.candidates(cell, target):
-                    if (head_dim, causal, options) not in found:
-                        found.append((head_dim, causal, options))
+    for seq_len in (1024, 1537, 4096, 16384):
+        sizes = {"batch": 1, "heads": 4, "kv_heads": 4, "seq_len_q": seq_len, "seq_len_k": seq_len}
+        cell = SimpleNamespace(head_dim=head_dim, causal=causal, dtype="bf16", **sizes)
+        found += [options for options in module.candidates(cell, target) if options not in found]
     return found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("module", [triton_flash, gluon_hopper], ids=["triton_flash", "gluon_hopper"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_candidate_gives_each_query_the_value_it_picks(module, dtype):
-    found = candidates_here(module)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_candidate_gives_each_query_the_value_it_picks(module, causal, head_dim, dtype):
+    found = candidates_here(module, head_dim, causal)
     if not found:
         pytest.skip("no candidate is for this machine")
-    for head_dim, causal, options in found:
+    for options in found:
         attention = functools.partial(module.attention, **options)
         for seq_len in (1, 63, 130, 1000, 1100, 1537):
             assert_exact(attention, seq_len, head_dim, dtype, causal, heads=(8, 4))
-        for _ in range(10):
-            assert_exact(attention, 2048, head_dim, dtype, causal, heads=(16, 16), batch=4)
+        assert_exact(attention, 2048, head_dim, dtype, causal, heads=(16, 16), batch=4, calls=10)
 
 
 # ---- under a newer assembler ----
