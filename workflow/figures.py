@@ -208,7 +208,7 @@ def _series(rows: pd.DataFrame, name: str, style: Style, quantity: str) -> Serie
             seq_lens,
             [float(count) / GIB for count in mine["peak_memory_bytes"]],
             hollow=hollow,
-            laws=[float(count) / GIB for count in mine["law_bytes"]],
+            laws=list(pd.to_numeric(mine["law_bytes"]) / GIB),  # not a number where no law is known
             notes=notes + ([workspace] if workspace else []),
         )
     values = mine["latency_ms"]

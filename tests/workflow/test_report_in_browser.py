@@ -1,10 +1,16 @@
-"""The HTML report as its reader sees it: in a real browser, made from the published run on an H200."""
+"""The HTML report as its reader sees it: in a real browser, made from the published run on an H200.
+
+And once from a whole run of this machine, with every page that there is: a decode sweep, the profile, and
+several environments.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -54,6 +60,33 @@ def report(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def whole_report(tmp_path_factory):
+    """The report of a run of this machine with every page that can be asked for."""
+    require_chromium()
+    checkout = Checkout.make(tmp_path_factory.mktemp("whole"))
+    config = small_config(sdpa="sdpa", triton="triton_flash", decode="triton_decode")
+    tokens = dict.fromkeys(("batch", "heads", "kv_heads"), 1) | {"workload": "decode", "head_dim": 16}
+    config["sweeps"]["tokens"] = tokens | {"dtype": "bf16", "seq_lens": {"cuda": [64], "cpu": [64]}}
+    config["sweeps"]["tokens"]["measure"] = ["timing", "memory"]
+    config["collect"] = ["results", "elsewhere/results"]
+    config["static_profile"] = {"targets": ["sm_80"], "candidates": 1}
+    checkout.configure(config)
+    measured = checkout.snakemake("--cores", "2")
+    assert measured.returncode == 0, measured.stdout
+    # The same records as those of another machine, whose environment differs in its key alone.
+    here = checkout.folder / "results" / environment_key("cpu")
+    key = here.name.replace("-threads", "-threads-of-another-machine")
+    there = checkout.folder / "elsewhere" / "results" / key
+    shutil.copytree(here, there)
+    for path in there.rglob("*.json"):
+        path.write_text(path.read_text().replace(here.name, key))
+    for target in ("profile", "static_profile", "collect", "report"):
+        made = checkout.snakemake("--cores", "2", target)
+        assert made.returncode == 0, made.stdout
+    return checkout.folder / "report" / "report.html"
+
+
+@pytest.fixture(scope="module")
 def browser():
     with chromium() as window:
         yield window
@@ -61,11 +94,23 @@ def browser():
 
 @pytest.fixture
 def window(browser, report):
+    with opened(browser, report):
+        yield browser
+
+
+@pytest.fixture
+def whole_window(browser, whole_report):
+    with opened(browser, whole_report):
+        yield browser
+
+
+@contextmanager
+def opened(browser, report):
     """The report, opened; afterwards the console must have been without an error and nothing asked for."""
     browser.get(report.as_uri())
     console_errors(browser)
     requested(browser)
-    yield browser
+    yield
     assert console_errors(browser) == []
     assert requested(browser) <= {"data:", report.as_uri()}
 
@@ -115,6 +160,22 @@ def show(window, number: int) -> WebElement:
 
 
 def test_every_category_figure_and_table_is_found_and_shown_with_its_caption(window):
+    look_at_everything(window)
+
+
+def test_decode_the_profile_and_several_environments_are_found_and_shown(whole_window):
+    seen = look_at_everything(whole_window)
+    stems = {Path(path).stem for path in seen}
+    assert {"tokens_latency", "tokens_memory", "tokens_roofline", "limits", "static_profile"} <= stems
+    assert {
+        f"report/collect/{sweep}.{kind}" for sweep in ("tiny", "tokens") for kind in ("svg", "html")
+    } <= seen
+    categories = set(whole_window.execute_script("return Object.keys(categories)"))
+    assert {"Correctness", "Latency", "Memory", "Profile", "Several environments"} <= categories
+
+
+def look_at_everything(window) -> set[str]:
+    """Open every entry of every category; the paths of all that was seen, which is all that there is."""
     results = window.execute_script("return results")
     seen = set()
     for category in window.execute_script("return Object.keys(categories)"):
@@ -133,6 +194,7 @@ def test_every_category_figure_and_table_is_found_and_shown_with_its_caption(win
                 look_at(window, shown)
         window.get(window.current_url.partition("#")[0])
     assert seen == set(results)
+    return seen
 
 
 def look_at(window, shown: WebElement) -> None:
