@@ -56,7 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.inputs import check_inputs
+from kernels.inputs import check_inputs, fp32, is_plain
 
 # TMA's copies; Triton 3.9 has other names for them.
 _copy_to_shared = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -639,7 +639,9 @@ def _consumer(
         s_next = warpgroup_mma(q_next, k, zeros, use_acc=False, is_async=True)
 
         # O leaves through the buffer of this tile's Q, which nobody reads any more.
-        reciprocal = gl.convert_layout(1.0 / gl.sum(row_sum, 1), gl.SliceLayout(1, O_LAYOUT))
+        # The sum is near 1 or above, but 0 where all scores were -inf: then so is O.
+        row_sum = gl.maximum(gl.sum(row_sum, 1), 1e-37)
+        reciprocal = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O_LAYOUT))
         o = warpgroup_mma_wait(1, deps=(o,))
         o = o * reciprocal[:, None]
         q_tile.reshape([WARPGROUP_ROWS, HEAD_DIM]).store(o.to(DTYPE))
@@ -773,8 +775,9 @@ def attention(
     q is (batch, heads, seq_len_q, head_dim), k and v are (batch, kv_heads, seq_len_k, head_dim), fp16 or
     bf16, head_dim 64 or 128; consecutive heads // kv_heads query heads share one head of k and v. A
     causal mask is aligned to the top left, as SDPA's `is_causal`: row i sees keys 0 to i. scale is
-    1 / sqrt(head_dim) unless given. A row that sees no key (seq_len_k is 0) gives 0. Returns a new tensor of
-    q's shape and dtype, with q's strides where q is dense in memory and contiguous otherwise.
+    1 / sqrt(head_dim) unless given. A row that sees no key (seq_len_k is 0), or scores of -inf
+    alone, gives 0. Returns a new tensor of q's shape and dtype, with q's strides where q is dense in memory
+    and contiguous otherwise.
 
     TMA reads the inputs where they lie if they start at a multiple of 16 bytes and their strides, the last
     one of 1 left out, are positive multiples of 16 bytes; others are copied first.
@@ -802,7 +805,7 @@ def attention(
             q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device,
             k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device,
             v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device,
-            bool(causal), scale, type(scale), options,
+            bool(causal), scale, type(scale), options, is_plain(q, k, v),
             (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled(),
         )  # fmt: skip
         plan = _plans.get(key)
@@ -1026,7 +1029,7 @@ def _plan(
     if all(value is None for value in given):
         options = _candidates(head_dim, bool(causal), k.shape[2])[0]
     _check_options(options, head_dim)
-    return _Plan(q, k, bool(causal), head_dim**-0.5 if scale is None else scale, options)
+    return _Plan(q, k, bool(causal), fp32(head_dim**-0.5 if scale is None else scale), options)
 
 
 def _short_cut(

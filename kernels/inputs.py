@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_QUERIES = 8  # of a sequence in a decode call
@@ -24,8 +27,9 @@ def check_inputs(
     q is (batch, heads, seq_len_q, head_dim); k and v are (batch, kv_heads, seq_len_k, head_dim), and
     heads is a multiple of kv_heads. All three share one dtype, fp16 or bf16, and one device, and lie
     in memory with a last stride of 1; the other strides are free. A length of 0 is accepted, except
-    for heads, kv_heads and head_dim. scale is a finite number or None. With forward_only, a tensor
-    that asks for a gradient is refused while gradients are recorded.
+    for heads, kv_heads and head_dim. scale is a finite number or None. With forward_only, for kernels that
+    read memory themselves, a tensor is refused that is not what lies there, or that derivatives are to be
+    taken by: see `is_plain`, and one that asks for a gradient while gradients are recorded.
 
     Raises ValueError that names the argument, says what it was and what was expected.
     """
@@ -72,6 +76,24 @@ def check_decode_inputs(
     _check_scale(scale)
 
 
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether the tensors are what lies in memory, and no more.
+
+    Else one is a negative view (the imaginary part of a conjugate), carries a tangent of forward-mode
+    differentiation, or stands for many in a transformation of torch.func.
+    """
+    return not any(tensor.is_neg() or _is_transformed(tensor) for tensor in tensors) and (
+        forward_ad._current_level < 0 or not any(_has_tangent(tensor) for tensor in tensors)
+    )
+
+
+_is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_only: bool) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor, forward_only)
@@ -104,6 +126,11 @@ def _check_scale(scale: float | None) -> None:
         isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale)
     ):
         raise ValueError(f"scale is {scale!r}: expected a finite number or None")
+
+
+def fp32(number: float) -> float:
+    """The number as a kernel gets it: 0 where it is too small for fp32, and infinite where too large."""
+    return ctypes.c_float(number).value
 
 
 def _check_index(name: str, tensor: torch.Tensor, q: torch.Tensor, dimensions: int) -> None:
@@ -142,6 +169,19 @@ def _check_tensor(name: str, tensor: torch.Tensor, forward_only: bool) -> None:
     if tensor.stride(3) != 1 and tensor.shape[3] != 1:
         raise ValueError(
             f"{name} has a last stride of {tensor.stride(3)}: expected 1 (call {name}.contiguous() first)"
+        )
+    if forward_only and not is_plain(tensor):
+        if _is_transformed(tensor):
+            raise ValueError(
+                f"{name} is transformed by torch.func (vmap, jvp, grad): expected a tensor in memory, this "
+                "kernel is forward only and takes a batch as a dimension"
+            )
+        if tensor.is_neg():
+            raise ValueError(
+                f"{name} is a negative view: expected what lies in memory (call {name}.resolve_neg() first)"
+            )
+        raise ValueError(
+            f"{name} has a tangent (forward-mode differentiation): expected none, this kernel is forward only"
         )
     if forward_only and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(

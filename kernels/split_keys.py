@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.inputs import is_plain
+
 VECTOR_ELEMENTS = 8  # of fp16 or bf16 in the 16 bytes that one load instruction of a thread can fetch
 # Without a GPU: few, so that the interpreter visits several splits and not hundreds.
 INTERPRETED_MULTIPROCESSORS = 8
@@ -269,7 +271,8 @@ def call_key(
         described = [
             None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors
         ]
-        key = (*described, torch.is_grad_enabled(), type(scale), scale, options)
+        plain = is_plain(*(t for t in tensors if t is not None))
+        key = (*described, plain, torch.is_grad_enabled(), type(scale), scale, options)
         hash(key)
     except (AttributeError, TypeError):
         return None

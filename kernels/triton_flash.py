@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.inputs import check_inputs
+from kernels.inputs import check_inputs, fp32
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32's numbers
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -120,7 +122,7 @@ def _visit_keys(
             scores = tl.where(keys[None, :] <= queries[:, None], scores, float("-inf"))
 
         # The scale is positive: it commutes with the maximum, and a score costs one multiply-add.
-        # Every row sees a key in the first tile, so the new maximum is finite.
+        # The maximum begins at a number, so it is one where a row has seen nothing but -inf yet.
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
@@ -242,7 +244,7 @@ def _flash_forward(
         identity = tl.where(dims[:, None] == dims[None, :], 1.0, 0.0).to(q.dtype)
         q = tl.dot(q, identity).to(q.dtype)
 
-    row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
+    row_max = tl.full([TILE_Q], LOWEST, tl.float32)
     row_sum = tl.zeros([TILE_Q], tl.float32)
     weighted_sum = tl.zeros([TILE_Q, PADDED_DIM], tl.float32)
 
@@ -269,7 +271,8 @@ def _flash_forward(
             HEAD_DIM, PADDED_DIM, TILE_K, UNROLL, True, CAUSAL, KEY_TAIL, DESCRIPTORS, INTERPRETED,
         )  # fmt: skip
 
-    output = weighted_sum / row_sum[:, None]
+    # The sum is near 1 or above, but 0 where all scores were -inf: then so is the output.
+    output = weighted_sum / tl.maximum(row_sum, 1e-37)[:, None]
     o_offsets = rows[:, None] * (tl.cast(o_stride_row, OFFSET) * STRIDE_UNIT) + dims[None, :]
     tl.store(o_tile + o_offsets, output.to(o_pointer.dtype.element_ty), mask=in_length & in_head_dim)
 
@@ -306,9 +309,9 @@ def attention(
     q is (batch, heads, seq_len_q, head_dim), k and v are (batch, kv_heads, seq_len_k, head_dim), fp16 or
     bf16, 16 <= head_dim <= 256, any strides with a last one of 1; consecutive heads // kv_heads query
     heads share one head of k and v. A causal mask is aligned to the top left, as SDPA's `is_causal`: row
-    i sees keys 0 to i. scale is 1 / sqrt(head_dim) unless given. A row that sees no key (seq_len_k is 0)
-    gives 0. Returns a new tensor of q's shape and dtype, with q's strides where q is dense in memory and
-    contiguous otherwise.
+    i sees keys 0 to i. scale is 1 / sqrt(head_dim) unless given. A row that sees no key (seq_len_k is 0),
+    or scores of -inf alone, gives 0. Returns a new tensor of q's shape and dtype, with q's strides where q is
+    dense in memory and contiguous otherwise.
 
     The launch: tile_q query rows a program, tile_k keys a step, num_warps warps of 32 threads, num_stages
     steps of keys in flight, at most max_registers 32-bit registers a thread (None: no limit), unroll steps
@@ -342,7 +345,7 @@ def attention(
     # The interpreter cuts fp32 off where it should round to bf16: there PyTorch rounds.
     output = torch.empty_like(q, dtype=torch.float32 if INTERPRETED else q.dtype)
     if output.numel() and seq_len_k:
-        scale = head_dim**-0.5 if scale is None else scale
+        scale = fp32(head_dim**-0.5 if scale is None else scale)
         strides = [stride for tensor in (q, k, v, output) for stride in tensor.stride()[:3]]
         descriptors = bool(options["tensor_descriptors"]) and _describable(k) and _describable(v)
         constants = _constants(options, head_dim, seq_len_k, causal, scale, strides, descriptors)

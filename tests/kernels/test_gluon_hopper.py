@@ -380,6 +380,20 @@ def test_a_tensor_that_asks_for_a_gradient_is_refused_after_a_call_without(machi
     assert len(machine.compiled) == 1
 
 
+def test_a_tensor_that_is_not_what_lies_in_memory_is_refused_after_a_call_like_it(machine):
+    q, k, v = tensors()
+    for _ in range(2):
+        attention(q, k, v, causal=True)
+        with pytest.raises(ValueError, match="k is a negative view"):
+            attention(q, torch._neg_view(k), v, causal=True)
+        with torch.autograd.forward_ad.dual_level():
+            attention(q, k, v, causal=True)
+            dual = torch.autograd.forward_ad.make_dual(v, torch.ones_like(v))
+            with pytest.raises(ValueError, match="v has a tangent"):
+                attention(q, k, dual, causal=True)
+    assert len(machine.compiled) == 1
+
+
 def test_faulty_arguments_are_refused_after_a_good_call(machine):
     q, k, v = tensors()
     attention(q, k, v, causal=True)
@@ -395,16 +409,19 @@ def test_faulty_arguments_are_refused_after_a_good_call(machine):
         attention(q, k, v, causal=True, **{**GOOD, "stages": [2]})
 
 
-@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-46])
 def test_inputs_that_are_changed_first_are_changed_in_every_call(machine, scale):
     q, k, v = tensors()
+    q.normal_()
     for _ in range(3):
         attention(q, k, v, causal=True, scale=scale)
     assert machine.c_calls == []
     assert len(machine.launches) == 3
     for _, arguments in machine.launches:
-        assert arguments[0].base.data_ptr() != q.data_ptr()
-        assert arguments[11] == pytest.approx((abs(scale) or 1.0) / math.log(2))
+        assert torch.equal(
+            arguments[0].base.float(), -q.float() if scale < 0 else torch.zeros_like(q).float()
+        )
+        assert arguments[11] == pytest.approx((0.5 if scale < 0 else 1.0) / math.log(2))
 
 
 def test_inputs_that_are_copied_first_are_copied_in_every_call(machine):
@@ -679,11 +696,25 @@ def test_any_strides_and_an_odd_start_are_the_formula(causal):
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("scale", [0.0, -0.3, 1.0])
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 1e-46])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_scale_is_the_callers(scale, causal):
     q, k, v = inputs(1, 2, 2, 140, 150, 64)
     assert_close(attention(q, k, v, causal=causal, scale=scale), q, k, v, causal, scale=scale)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_whose_scores_are_all_minus_infinity_gives_zero_as_sdpa(causal):
+    q, k, v = inputs(1, 1, 1, 300, 300, 64)
+    q[:, :, 7, 0] = math.inf
+    k[..., 0] = -k[..., 0].abs() - 0.1
+    output = attention(q, k, v, causal=causal)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert (output[:, :, 7] == 0).all()
+    torch.testing.assert_close(output, expected, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.gpu

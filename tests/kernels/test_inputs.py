@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from kernels.inputs import check_decode_inputs, check_inputs
+from kernels.inputs import check_decode_inputs, check_inputs, is_plain
 
 
 def tensor(*shape, dtype=torch.float16, device="cpu"):
@@ -150,3 +150,35 @@ def test_caches_with_and_without_lengths_and_pages_are_accepted():
         check_decode_inputs(q, PAGES, PAGES, block_table=TABLE)
         check_decode_inputs(q, PAGES, PAGES, seq_lens=LENGTHS, block_table=TABLE[:, :2])
     check_decode_inputs(NEWEST, tensor(2, 1, 0, 16), tensor(2, 1, 0, 16))
+
+
+def test_a_kernel_that_reads_memory_refuses_what_does_not_lie_there():
+    q, k, v = Q, K, K
+    negative = torch._neg_view(q)
+    with pytest.raises(ValueError, match=r"^q is a negative view: .*q\.resolve_neg\(\)"):
+        check_inputs(negative, k, v, forward_only=True)
+    check_inputs(negative.resolve_neg(), k, v, forward_only=True)
+    check_inputs(negative, k, v)
+
+
+def test_a_forward_only_kernel_refuses_a_tangent():
+    q, k, v = Q, K, K
+    with torch.autograd.forward_ad.dual_level():
+        check_inputs(q, k, v, forward_only=True)
+        dual = torch.autograd.forward_ad.make_dual(k, torch.ones_like(k))
+        with pytest.raises(ValueError, match=r"^k has a tangent \(forward-mode differentiation\)"):
+            check_inputs(q, dual, v, forward_only=True)
+        assert not is_plain(q, dual)
+        check_inputs(q, dual, v)
+    assert is_plain(q, k, v)
+
+
+def test_a_forward_only_kernel_refuses_a_transformed_tensor():
+    q, k, v = Q, K, K
+
+    def checked(v):
+        check_inputs(q, k, v, forward_only=True)
+        return v
+
+    with pytest.raises(ValueError, match=r"^v is transformed by torch\.func \(vmap, jvp, grad\)"):
+        torch.func.vmap(checked)(torch.stack([v, v]))

@@ -222,7 +222,7 @@ def test_pages_are_walked_by_their_strides():
     assert_decode_close(output, q, k, v, [64, 64])
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.3, 2])
+@pytest.mark.parametrize("scale", [0.0, -0.3, 2, 1e-46])
 def test_the_scale_is_the_callers(scale):
     q, k, v, _ = cache(1, 2, 2, 2, 50, 32)
     assert_decode_close(decode(q, k, v, scale=scale, **tiles(16, splits=2)), q, k, v, [50], scale)

@@ -167,11 +167,24 @@ def test_row_i_sees_keys_0_to_i_whatever_the_lengths():
     assert torch.equal(before[:, :, 0], v[:, :, 0])
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 2])
+# The last two are 0 in fp32, and 0 times -inf is no number.
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 2, 1e-46, -1e-300])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_scale_is_the_callers(scale, causal):
     q, k, v = inputs(1, 2, 2, 40, 50, 32)
     assert_close(attention(q, k, v, causal=causal, scale=scale), q, k, v, causal, scale=scale)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_whose_scores_are_all_minus_infinity_gives_zero_as_sdpa(causal):
+    q, k, v = inputs(1, 1, 1, 40, 50, 32)
+    q[:, :, 7, 0] = math.inf
+    k[..., 0] = -k[..., 0].abs() - 0.1
+    output = attention(q, k, v, causal=causal, **tiles(16, 16))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert (output[:, :, 7] == 0).all()
+    torch.testing.assert_close(output, expected)
 
 
 def test_small_integers_give_the_exact_answer():
