@@ -914,7 +914,7 @@ def check_layout(compiled: Any) -> None:
         raise RuntimeError(
             f"Triton {triton.__version__} lays out shared memory otherwise than gluon_hopper.py assumes: its "
             f"{count} barriers were expected one after the other from byte {sorted(assumed)} on and are "
-            f"at {sorted(initialised)}; expected Triton 3.6 or 3.7"
+            f"at {sorted(initialised)}; expected Triton 3.6, 3.7 or 3.9"
         )
 
 

@@ -23,6 +23,10 @@ def test_consumers_that_take_turns_are_in_order_too(blocks_of_tiles):
     assert explore(*partitions(blocks_of_tiles, ping_pong=True)) is None
 
 
+def test_three_consumers_that_take_turns_are_in_order_too():
+    assert explore(*partitions([1, 1], consumers=3, ping_pong=True)) is None
+
+
 def test_a_first_turn_that_nobody_passes_deadlocks():
     counts, roles = partitions([3], ping_pong=True)
     roles["consumer 1.0"] = without(roles["consumer 1.0"], "arrive", "turn")
