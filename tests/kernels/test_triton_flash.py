@@ -499,6 +499,37 @@ def test_every_candidate_compiles_within_the_shared_memory_of_its_gpu(compute_ca
             assert row["stack"] == 0, row
 
 
+ARTICLE = """
+import json
+from types import SimpleNamespace
+from harness.plugin import compile_unit
+from harness.static_profile import read_unit
+from harness.target import Target
+from kernels import triton_flash
+
+problem = SimpleNamespace(
+    batch=1, heads=16, kv_heads=16, seq_len_q=4096, seq_len_k=4096, head_dim=64, causal=False, dtype="fp16"
+)
+turing = Target("cuda", "Turing", (7, 5))
+options = {"tile_q": 128, "tile_k": 64, "num_warps": 4, "num_stages": 1}
+[unit] = triton_flash.compile_units(problem, options, turing)
+found = read_unit(compile_unit(unit, turing))
+print(json.dumps({
+    "stack": found.stack_bytes, "spills": found.spills, "tensor_cores": found.uses_tensor_cores,
+    "ffma": found.mix["fp32_multiply_add"],
+}))
+"""
+
+
+@pytest.mark.slow
+def test_on_the_articles_gpu_its_tiles_use_no_tensor_core_and_spill_by_kilobytes(tmp_path):
+    found = json.loads(output_of(ARTICLE, [], tmp_path))
+    assert not found["tensor_cores"]
+    assert found["spills"]
+    assert found["stack"] > 2000
+    assert found["ffma"] > 1000
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_more_than_two_to_the_31_elements_are_addressed_right():
