@@ -25,7 +25,8 @@ counts have arrived, and whoever waits names the parity of the phase, which alte
                     through Q's buffer, has left it;                     the producer waits
 
 tests/kernels/barrier_model.py is this protocol in plain Python; it steps the partitions in all orders and
-looks for deadlocks and for buffers that are overwritten while they are in use.
+looks for deadlocks and for buffers that are overwritten while they are in use. tests/kernels/traced.py runs
+the partitions below without a GPU, and holds what they do at the barriers against the model.
 
 Compiles with Triton 3.6, 3.7 and 3.9. Where the compiler puts the barriers in shared memory is assumed here,
 and checked before a compiled kernel's first launch.

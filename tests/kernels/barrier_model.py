@@ -28,7 +28,9 @@ Q_SLOTS = 2
 END = "no tile"
 
 
-def partitions(blocks_of_tiles, consumers=2, stages=2, q_slots=Q_SLOTS, ping_pong=False, warps=1):
+def partitions(
+    blocks_of_tiles, consumers=2, stages=2, q_slots=Q_SLOTS, ping_pong=False, warps=1, q_in_registers=False
+):
     """The initial count of each barrier, and the operations of each partition's warps.
 
     blocks_of_tiles holds, for each tile that the program takes, its number of blocks of keys.
@@ -44,7 +46,7 @@ def partitions(blocks_of_tiles, consumers=2, stages=2, q_slots=Q_SLOTS, ping_pon
         for warp in range(warps):
             turns = (number, (number + 1) % consumers) if ping_pong else None
             roles[f"consumer {number}.{warp}"] = consumer(
-                number, warp, warps, blocks_of_tiles, stages, q_slots, turns
+                number, warp, warps, blocks_of_tiles, stages, q_slots, turns, q_in_registers
             )
     return counts, roles
 
@@ -83,7 +85,7 @@ def producer(blocks_of_tiles, consumers, stages, q_slots):
     return operations
 
 
-def consumer(number, warp, warps, blocks_of_tiles, stages, q_slots, turns):
+def consumer(number, warp, warps, blocks_of_tiles, stages, q_slots, turns, q_in_registers):
     operations = []
     met = {}  # how often this warp has met others at a barrier
 
@@ -100,12 +102,14 @@ def consumer(number, warp, warps, blocks_of_tiles, stages, q_slots, turns):
         operations.append(("begin", ("tile", taken % q_slots), description))
         operations.append(("end", ("tile", taken % q_slots)))
 
-    def begin_scores(taken, block, unit):
-        operations.append(("begin", ("q", taken % q_slots, number), ("Q", taken)))
+    def begin_scores(taken, block, unit, q_in_registers=False):
+        if not q_in_registers:
+            operations.append(("begin", ("q", taken % q_slots, number), ("Q", taken)))
         operations.append(("begin", ("k", unit % stages), (taken, block)))
 
-    def end_scores(taken, unit):
-        operations.append(("end", ("q", taken % q_slots, number)))
+    def end_scores(taken, unit, q_in_registers=False):
+        if not q_in_registers:
+            operations.append(("end", ("q", taken % q_slots, number)))
         operations.append(("end", ("k", unit % stages)))
 
     operations.append(("wait", ("q_full", 0), 0))
@@ -119,14 +123,17 @@ def consumer(number, warp, warps, blocks_of_tiles, stages, q_slots, turns):
         operations.append(("arrive", ("turn", 0)))
     unit = 1
     for taken, blocks in enumerate(blocks_of_tiles):
+        if q_in_registers:
+            operations.append(("begin", ("q", taken % q_slots, number), ("Q", taken)))
+            operations.append(("end", ("q", taken % q_slots, number)))
         for block in reversed(range(blocks - 1)):
             if turns:
                 meet(("turn", turns[0]))
-            begin_scores(taken, block, unit)
+            begin_scores(taken, block, unit, q_in_registers)
             operations.append(("begin", ("v", unit % stages), (taken, block + 1)))
             if turns:
                 operations.append(("arrive", ("turn", turns[1])))
-            end_scores(taken, unit)
+            end_scores(taken, unit, q_in_registers)
             wait_full(unit + 1)
             operations.append(("end", ("v", unit % stages)))
             operations.append(("arrive", ("empty", unit % stages)))

@@ -1,6 +1,7 @@
 import pytest
 
 from tests.kernels.barrier_model import deal, explore, partitions
+from tests.kernels.traced import Trace
 
 
 def without(operations, kind, barrier):
@@ -21,6 +22,11 @@ def test_no_order_of_the_partitions_deadlocks_or_overwrites_a_buffer_in_use(bloc
 @pytest.mark.parametrize("blocks_of_tiles", [[1, 3], [3, 2]], ids=str)
 def test_consumers_that_take_turns_are_in_order_too(blocks_of_tiles):
     assert explore(*partitions(blocks_of_tiles, ping_pong=True)) is None
+
+
+@pytest.mark.parametrize("blocks_of_tiles", [[1, 3], [2, 1, 2]], ids=str)
+def test_q_in_registers_is_in_order_too(blocks_of_tiles):
+    assert explore(*partitions(blocks_of_tiles, q_in_registers=True)) is None
 
 
 def test_three_consumers_that_take_turns_are_in_order_too():
@@ -168,3 +174,75 @@ def test_a_counter_that_nobody_or_the_wrong_one_puts_back_is_found():
 
 def test_a_program_that_does_not_draw_one_ticket_too_many_is_found():
     assert "left at" in deal(2, 5, draws=lambda program: program != 0)
+
+
+# ---- the model is the kernel's protocol ----
+
+
+def in_words_of_the_model(operations):
+    """Without what the compiler adds, and without what a buffer holds, which a trace knows as places."""
+    kept = [operation for operation in operations if operation[1][0] != "together"]
+    return [operation[:2] if operation[0] in ("write", "begin", "end") else operation for operation in kept]
+
+
+@pytest.mark.parametrize("q_in_registers", [False, True])
+@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize(("causal", "first_keys"), [(False, 128), (False, 64), (True, 128)])
+@pytest.mark.parametrize(("consumers", "stages"), [(2, 2), (2, 4), (3, 3)])
+def test_the_kernels_partitions_do_what_the_model_says(
+    consumers, stages, causal, first_keys, ping_pong, q_in_registers
+):
+    heads, seq_len = 3, 700
+    trace = Trace(
+        heads=heads, seq_len_q=seq_len, seq_len_k=seq_len, causal=causal, consumers=consumers, stages=stages,
+        ping_pong=ping_pong, q_in_registers=q_in_registers, first_keys=first_keys,
+    )  # fmt: skip
+    tiles = trace.published[:-1]
+    # Every tile once, with as many blocks of keys as its rows see together.
+    rows = 64 * consumers
+    assert sorted((head, first) for first, _, _, head in tiles) == [
+        (head, first) for head in range(heads) for first in range(0, seq_len, rows)
+    ]
+    blocks = [-(-min(seq_len, first + rows if causal else seq_len) // 128) for first, _, _, _ in tiles]
+    assert [found for _, found, _, _ in tiles] == blocks
+    _, roles = partitions(blocks, consumers, stages, ping_pong=ping_pong, q_in_registers=q_in_registers)
+
+    def place(content, number):
+        if content[0] == "Q":
+            first, _, batch, head = tiles[content[1]]
+            return (batch, head, first + 64 * number, 0)
+        _, _, batch, head = tiles[content[0]]
+        return (batch, head, 128 * content[1], 0)
+
+    expected = {name: in_words_of_the_model(operations) for name, operations in roles.items()}
+    expected["producer"] = [
+        (*operation[:3], place(operation[3], operation[2][-1])) if operation[0] == "copy" else operation
+        for operation in expected["producer"]
+    ]
+    assert trace.roles.keys() == expected.keys()
+    for name, operations in expected.items():
+        assert trace.roles[name] == operations
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_go_by_groups_of_heads_the_leftover_in_the_last_and_with_a_causal_mask_the_longest_first(
+    causal,
+):
+    trace = Trace(
+        heads=5,
+        seq_len_q=700,
+        seq_len_k=700,
+        causal=causal,
+        consumers=2,
+        stages=2,
+        ping_pong=False,
+        head_group=2,
+    )
+    order = [(head, first) for first, _, _, head in trace.published[:-1]]
+    rows = range(0, 700, 128)
+    if causal:
+        groups = ((0, 1), (2, 3, 4))
+        expected = [(head, first) for heads in groups for first in reversed(rows) for head in heads]
+    else:
+        expected = [(head, first) for head in range(5) for first in rows]
+    assert order == expected
