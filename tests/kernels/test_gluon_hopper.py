@@ -141,6 +141,21 @@ def test_only_what_tma_cannot_read_in_place_is_copied():
         gluon_hopper._descriptor(t, 64)  # Triton's own checks of strides and alignment
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("tile_q", "tile_k"), [(128, 128), (192, 128), (128, 64)])
+def test_every_block_that_holds_a_hidden_score_is_masked_and_no_more_than_that(tile_q, tile_k, causal):
+    needed = set()
+    for seq_len_k in (1, tile_k, 700, 1024, 1100):
+        for first in range(0, 1024, tile_q):
+            blocks = -(-min(seq_len_k, first + tile_q if causal else seq_len_k) // tile_k)
+            last_seen = min(first, seq_len_k - 1) if causal else seq_len_k - 1  # of the tile's first row
+            hidden = [block for block in range(blocks) if (block + 1) * tile_k - 1 > last_seen]
+            given = gluon_hopper._masked_blocks.fn(tile_q, tile_k, causal, seq_len_k % tile_k != 0)
+            assert len(hidden) <= given, (seq_len_k, first)
+            needed.add(len(hidden))
+    assert max(needed) == (gluon_hopper._masked_blocks.fn(tile_q, tile_k, causal, True))
+
+
 def test_the_memory_law_counts_the_tensors_alone():
     assert gluon_hopper.memory_law(problem(kv_heads=2)) == 2 * (2 * 4 * 512 * 64 + 2 * 2 * 512 * 64)
 
@@ -251,6 +266,41 @@ def test_a_call_like_an_earlier_one_is_neither_checked_nor_planned_nor_bound_aga
     assert machine.c_calls == [machine.c_calls[0]] * 4
     addresses, _ = pointers(machine.c_calls[0])
     assert addresses == [q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr()]
+
+
+@pytest.mark.parametrize("scale", [None, 0.5, -0.5])
+@pytest.mark.parametrize(("consumers", "stages"), [(2, 4), (3, 3)])
+def test_a_launch_is_told_the_problem_in_the_kernels_own_terms(machine, consumers, stages, scale):
+    q = torch.randn(3, 8, 300, 64, dtype=torch.float16)
+    k, v = torch.randn(2, 3, 2, 20000, 64, dtype=torch.float16)
+    machine.capturing = True  # Triton's own launch, whose arguments can be seen
+    options = {**GOOD, "consumers": consumers, "stages": stages}
+    attention(q, k, v, causal=False, scale=scale, **options)
+    [(grid, arguments)] = machine.launches
+    q_tiles = -(-300 // (64 * consumers))
+    assert grid == (min(3 * 8 * q_tiles, 132), 1, 1)
+    descriptors, scalars = arguments[:4], arguments[5:12]
+    assert [descriptor.block_shape for descriptor in descriptors] == [
+        [1, 1, rows, 64] for rows in (64, options["tile_k"], options["tile_k"], 64)
+    ]
+    # Heads whose K and V together fit in 24 MiB, and all that share one of K and V.
+    together = 24 * 2**20 // (2 * 20000 * 64 * 2) * 4
+    assert scalars[:6] == (8, 4, 24, q_tiles, together, 20000)
+    assert scalars[6] == pytest.approx((0.125 if scale is None else 0.5) / math.log(2))
+    sign = -1 if scale == -0.5 else 1
+    assert torch.equal(descriptors[0].base, sign * q)
+    assert torch.equal(descriptors[1].base, k)
+    assert torch.equal(descriptors[2].base, v)
+
+
+@pytest.mark.parametrize(("seq_len_q", "seq_len_k", "batch"), [(5, 0, 1), (0, 5, 1), (5, 5, 0)])
+def test_where_there_is_nothing_to_compute_nothing_is_launched(machine, seq_len_q, seq_len_k, batch):
+    q = torch.randn(batch, 2, seq_len_q, 64, dtype=torch.float16)
+    k, v = torch.randn(2, batch, 2, seq_len_k, 64, dtype=torch.float16)
+    output = attention(q, k, v, causal=False)
+    assert output.shape == q.shape
+    assert not output.any()
+    assert machine.compiled == []
 
 
 @pytest.mark.parametrize("position", range(4))

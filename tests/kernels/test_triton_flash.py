@@ -155,6 +155,38 @@ def test_every_head_is_visited_where_the_last_group_of_heads_is_not_full():
     assert_close(attention(q, k, v, causal=True, **tiles(32, 64)), q, k, v, True)
 
 
+def written_by_the_first(programs, monkeypatch, heads, causal):
+    """The (head, query tile) pairs that the first programs of a call of tiles of 16 rows store."""
+    kernel = triton_flash._flash_forward
+
+    class First:
+        def __getitem__(self, grid):
+            return kernel[(programs,)]
+
+    monkeypatch.setattr(triton_flash, "_flash_forward", First())
+    empty_like = torch.empty_like
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *given, **kind: empty_like(*given, **kind).fill_(math.nan)
+    )
+    q, k, v = inputs(1, heads, heads, 40, 40, 16)
+    output = attention(q, k, v, causal=causal, **tiles(16, 16))[0]
+    return [
+        (head, tile)
+        for head in range(heads)
+        for tile in range(3)
+        if not output[head, 16 * tile : 16 * tile + 16].isnan().any()
+    ]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_a_causal_mask_the_longest_tiles_of_sixteen_heads_go_first(causal, monkeypatch):
+    first = written_by_the_first(17, monkeypatch, 18, causal)
+    if causal:
+        assert first == sorted([(0, 1), *((head, 2) for head in range(16))])
+    else:
+        assert first == [(head, tile) for head in range(6) for tile in range(3)][:17]
+
+
 def test_row_i_sees_keys_0_to_i_whatever_the_lengths():
     q, k, v = inputs(1, 1, 1, 40, 70, 32)
     changed_k, changed_v = k.clone(), v.clone()
