@@ -16,7 +16,7 @@ from tests.kernels.oracle import DEVICE, assert_close, formula, inputs
 
 CPU = SimpleNamespace(is_cuda=False, device="cpu", compute_capability=None)
 SHARED_MEMORY_KIB = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
-TAILS = [1, 3, 17, 63, 65, 97, 127, 129]
+TAILS = [1, 3, 17, 63, 65, 97, 127, 129, 257, 1000, 1023, 1025]
 
 
 def gpu(*compute_capability):
@@ -91,6 +91,19 @@ def test_a_length_that_no_tile_divides_is_the_formula(seq_len, causal):
         assert_close(attention(q, k, v, causal=causal, **tiles(64, 32)), q, k, v, causal)
 
 
+@pytest.mark.parametrize("strided", range(3))
+def test_rows_that_lie_so_far_apart_that_a_tile_spans_two_to_the_31_elements_are_addressed_right(strided):
+    tensors = inputs(1, 2, 2, 40, 40, 16)
+    stride = 8 * (2**31 // 31 // 8 + 1)  # 31 of them lie between the first and the last of 32 rows
+    memory = torch.empty(
+        39 * stride + 64, dtype=tensors[0].dtype, device=DEVICE
+    )  # touched at these rows alone
+    apart = memory.as_strided((1, 2, 40, 16), (0, 16, stride, 1))
+    apart.copy_(tensors[strided])
+    q, k, v = (*tensors[:strided], apart, *tensors[strided + 1 :])
+    assert_close(attention(q, k, v, causal=True, **tiles(32, 32)), *tensors, True)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("strided", [0, 1, 2])
 def test_each_tensor_is_walked_over_many_tiles_by_its_own_strides(strided, causal):
@@ -141,7 +154,7 @@ def test_an_outlier_channel_of_v_leaves_the_others_exact_enough():
     assert error < 4e-3
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 16, 32])
 def test_consecutive_query_heads_share_a_head_of_k_and_v(group):
     q, k, v = inputs(2, 2 * group, 2, 20, 30, 32)
     for causal in (False, True):
@@ -415,6 +428,9 @@ def test_what_no_tensor_descriptor_can_describe_is_read_by_pointers(where):
     assert triton_flash._describable(k) == (where in ("fits", "one head of one row"))
     q = torch.randn(1, 2, 40, 64, device=DEVICE).half()
     assert_close(attention(q, k, k, causal=True, **DESCRIBED), q, k, k, causal=True)
+    # V alone, beside a K that a descriptor can describe.
+    plain = k.contiguous()
+    assert_close(attention(q, plain, k, causal=True, **DESCRIBED), q, plain, k, causal=True)
 
 
 def test_an_old_gpu_and_a_cpu_without_the_interpreter_are_unsupported(monkeypatch):
