@@ -13,7 +13,7 @@ import io
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,13 +112,18 @@ class KernelCounters:
 
 def find_ncu() -> str:
     """The path of ncu; raises NotReadable where there is none."""
-    places = (shutil.which("ncu"), *sorted(map(str, Path("/opt/nvidia/nsight-compute").glob("*/ncu")))[::-1])
+    places = (shutil.which("ncu"), *map(str, _newest_first(Path("/opt/nvidia/nsight-compute").glob("*/ncu"))))
     found = next(
         (place for place in (*places, "/usr/local/cuda/bin/ncu") if place and Path(place).exists()), None
     )
     if found is None:
         raise NotReadable("Nsight Compute (ncu) is not on the PATH")
     return found
+
+
+def _newest_first(places: Iterable[Path]) -> list[Path]:
+    """By the numbers of the version that the folder is called: 2025.10 is newer than 2025.2."""
+    return sorted(places, key=lambda place: [int(n) for n in re.findall(r"\d+", place.parent.name)])[::-1]
 
 
 def command(ncu: str, application: Sequence[str], metrics: Sequence[str] = METRICS) -> list[str]:

@@ -35,6 +35,10 @@ def _opcodes(*names: str) -> Callable[[Instruction], bool]:
     return lambda instruction: instruction.opcode in names
 
 
+def _stores(instruction: Instruction) -> bool:
+    return instruction.opcode == "UBLKCP" and instruction.modifiers[:2] == ("G", "S")
+
+
 # What is counted, by the name that it has in a record. Instructions of one group are alike in what they
 # cost and where they go; what stands in no group is arithmetic on integers, moves and control.
 MIX: dict[str, Callable[[Instruction], bool]] = {
@@ -47,17 +51,29 @@ MIX: dict[str, Callable[[Instruction], bool]] = {
     "fp16_arithmetic": _opcodes("HFMA2", "HADD2", "HMUL2", "HMNMX2"),
     "special_function": _opcodes("MUFU"),
     "global_load": _opcodes("LDG", "LD"),
-    "global_store": _opcodes("STG", "ST", "RED", "ATOM", "ATOMG"),
+    "global_store": _opcodes("STG", "ST", "RED", "REDG", "ATOM", "ATOMG"),
     "shared_load": _opcodes("LDS", "LDSM"),
     "shared_store": _opcodes("STS", "STSM", "ATOMS"),
     "local_load": _opcodes("LDL"),
     "local_store": _opcodes("STL"),
     "async_copy": _opcodes("LDGSTS"),
-    "tma_load": _opcodes("UTMALDG", "UBLKCP", "UTMAPF"),
-    "tma_store": _opcodes("UTMASTG", "UTMAREDG", "UBLKRED"),
+    # UBLKCP names where it copies to and where from: S.G is from global to shared memory.
+    "tma_load": lambda one: one.opcode in ("UTMALDG", "UTMAPF", "UBLKCP") and not _stores(one),
+    "tma_store": lambda one: one.opcode in ("UTMASTG", "UTMAREDG", "UBLKRED") or _stores(one),
     "tensor_memory": _opcodes("LDTM", "STTM", "UTCCP"),
     "shuffle": _opcodes("SHFL", "REDUX"),
-    "barrier": _opcodes("BAR", "SYNCS", "WARPGROUP", "DEPBAR", "LDGDEPBAR", "MEMBAR", "UTCBAR", "WARPSYNC"),
+    "barrier": _opcodes(
+        "BAR",
+        "SYNCS",
+        "WARPGROUP",
+        "DEPBAR",
+        "LDGDEPBAR",
+        "MEMBAR",
+        "UTCBAR",
+        "WARPSYNC",
+        "UCGABAR_ARV",
+        "UCGABAR_WAIT",
+    ),
 }
 TENSOR_CORE_GROUPS = ("mma", "wgmma", "tcgen05")
 
@@ -66,7 +82,8 @@ _INSTRUCTION = re.compile(
     r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P(?:\d+|T)\s+)?(?P<name>[A-Z][A-Z0-9_]*(?:\.[\w.]+)?)"
     r"(?P<operands>[^;]*);"
 )
-_TARGET = re.compile(r"`\((\.L_\w+)\)")
+_TARGET = re.compile(r"(?<=`\()\.L_\w+(?=\))")
+_TARGETS = re.compile(r"BRANCH_TARGETS ([^\"]*)")  # of a branch by a register, in a comment
 _USAGE = re.compile(r"Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) ")
 _PTX_ARCHITECTURE = re.compile(r"^\.target\s+(\w+)", re.MULTILINE)
 _BLOCK_THREADS = re.compile(r"^\s*\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", re.MULTILINE)
@@ -92,16 +109,22 @@ def instructions(sass: str) -> list[Instruction]:
                 continue
             place = len(found)
             found.append((opcode, tuple(modifiers)))
-            if opcode in ("BRA", "BRX", "JMP") and (target := _TARGET.search(match["operands"])):
-                start = labels.get(target[1], place)
-                if start < place:
-                    loops.append((start, place))
+            if opcode in ("BRA", "BRX", "JMP"):
+                starts = [labels.get(target, place) for target in _targets(match["operands"])]
+                if starts and min(starts) < place:
+                    loops.append((min(starts), place))
     inside = bytearray(len(found))
     for start, end in loops:
         inside[start : end + 1] = b"\1" * (end + 1 - start)
     return [
         Instruction(opcode, modifiers, bool(inside[place])) for place, (opcode, modifiers) in enumerate(found)
     ]
+
+
+def _targets(operands: str) -> list[str]:
+    """The labels that a branch may go to."""
+    by_register = _TARGETS.search(operands)
+    return by_register[1].split(",") if by_register else _TARGET.findall(operands)
 
 
 def mix(code: Iterable[Instruction]) -> dict[str, int]:

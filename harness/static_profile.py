@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from harness.architectures import ARCHITECTURES, REGISTERS, Architecture, Peak, occupancy
+from harness.architectures import ARCHITECTURES, Architecture, Occupancy, Peak, occupancy
 from harness.plugin import Kernel, compile_unit
 from harness.problem import Problem
 from harness.record import ERROR, OK, UNSUPPORTED
@@ -111,13 +111,7 @@ def profile_unit(unit: Any, target: Target) -> dict[str, Any]:
     assert target.compute_capability is not None
     architecture = ARCHITECTURES[target.compute_capability]
     found = read_unit(compile_unit(unit, target))
-    held = occupancy(
-        architecture,
-        threads=found.threads,
-        registers=found.registers,
-        shared_memory_bytes=found.shared_memory_bytes,
-        tensor_memory_columns=found.tensor_memory_columns,
-    )
+    held = _held(found, architecture)
     return {
         **asdict(found),
         "block_shared_memory_limit_bytes": architecture.block_shared_memory_bytes,
@@ -150,13 +144,22 @@ def read_unit(compiled: Any) -> Unit:
     )
 
 
+def _held(unit: Unit, architecture: Architecture) -> Occupancy:
+    return occupancy(
+        architecture,
+        threads=unit.threads,
+        registers=unit.registers,
+        shared_memory_bytes=unit.shared_memory_bytes,
+        tensor_memory_columns=unit.tensor_memory_columns,
+    )
+
+
 def verdicts(unit: Unit, architecture: Architecture) -> list[str]:
     """The verdicts that hold, in VERDICTS' words and order."""
     holds = {
         NO_TENSOR_CORES: not unit.uses_tensor_cores,
         SPILLS: unit.spills,
-        DOES_NOT_FIT: unit.shared_memory_bytes > architecture.block_shared_memory_bytes
-        or unit.registers * unit.threads > REGISTERS,
+        DOES_NOT_FIT: _held(unit, architecture).blocks == 0,
         SERIALISED_WGMMA: bool(unit.warnings),
     }
     return [verdict for verdict in VERDICTS if holds[verdict]]

@@ -435,12 +435,14 @@ def _calls_table(counters: Counted) -> str:
 def _call(record: Record, needed: int) -> dict[str, str]:
     values = record.values
     read, written = values.get("dram_read_bytes"), values.get("dram_write_bytes")
+    cached = values.get("l2_bytes")
     longest = max(record.cells, key=lambda cell: cell["share"] or 0.0)
     shown = {
         "kernels": str(values["kernel_count"]),
         "DRAM read / written": _two_sizes(read, written),
         "times the least": "" if read is None or written is None else f"{(read + written) / needed:.3g}",
-        "L2 bytes": "" if values.get("l2_bytes") is None else bytes_text(values["l2_bytes"]),
+        "L2 bytes": "" if cached is None else bytes_text(cached),
+        "L2, times the least": "" if cached is None else f"{cached / needed:.3g}",
         "local memory loaded / stored": _two_sizes(
             values.get("local_load_bytes"), values.get("local_store_bytes")
         ),
@@ -502,7 +504,8 @@ def _counters_legend(counters: Counted) -> str:
         "Of a call of several kernels bytes are sums, percentages are means weighted by the kernels' times,"
         " and registers are the most.",
         "times the least: DRAM's bytes against inputs read once and output written once. Below 1, a part of"
-        " the output still lay in L2 when the kernel ended.",
+        " the output still lay in L2 when the kernel ended. L2, times the least: what went through L2 against"
+        " the same; each tile of queries reads K and V anew.",
         "local memory: where spilled registers go. issuing: the share of cycles in which a scheduler issues"
         " an instruction. occupancy: warps that are there, of those that fit on a multiprocessor.",
         "waits: warps that wait, for each one that issues, by the reason; a warp that could issue and was"

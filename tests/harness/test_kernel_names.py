@@ -25,11 +25,15 @@ SOFTMAX = (
     "void at::<unnamed>::cunn_SoftMaxForwardReg<float, float, float, at::<unnamed>::SoftMaxForwardEpilogue, "
     "long, 4>(T3 *, const T1 *, T5)"
 )
+CUDNN = (
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0"
+)
 
 
 @pytest.mark.parametrize(
     ("name", "short"),
     [
+        (CUDNN, CUDNN),
         ("_flash_forward", "_flash_forward"),
         ("Memset (Device)", "Memset (Device)"),
         ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NNN", "nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NNN"),

@@ -13,10 +13,14 @@ import os
 import stat
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from harness import ncu
 from harness.environment import find_gpu
 from harness.ncu import (
     METRICS,
@@ -60,6 +64,10 @@ def test_every_number_of_a_real_log_is_what_the_log_says(path):
         "registers": ("launch__registers_per_thread", "register/thread"),
         "duration_ns": ("gpu__time_duration.sum", "ns"),
         "occupancy_percent": ("sm__warps_active.avg.pct_of_peak_sustained_active", "%"),
+        "issue_percent": ("smsp__issue_active.avg.pct_of_peak_sustained_active", "%"),
+        "l2_hit_rate_percent": ("lts__t_sector_hit_rate.pct", "%"),
+        "dram_percent": ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", "%"),
+        "multiprocessor_percent": ("sm__throughput.avg.pct_of_peak_sustained_elapsed", "%"),
     }
     for quantity, (column, unit) in columns.items():
         place = names.index(column)
@@ -117,6 +125,37 @@ def test_both_forms_of_the_table_give_the_same_kernels_and_numbers(page):
     assert gemm.quantity("tensor_pipe_percent") == 60.5
     assert softmax.quantity("tensor_pipe_percent") == 0
     assert softmax.quantity("dram_percent") is None
+
+
+@pytest.mark.parametrize("page", [RAW, DETAILS], ids=["raw", "details"])
+def test_each_percentage_is_that_of_its_own_part_of_the_multiprocessor(page):
+    quantities = {
+        "tensor_pipe_percent": [60.5, 0],
+        "fp32_pipe_percent": [10, 30],
+        "issue_percent": [55, 15],
+        "occupancy_percent": [25, 75],
+        "l2_hit_rate_percent": [50, 25],
+        "multiprocessor_percent": [70, 20],
+    }
+    kernels = read_csv(page.read_text())
+    for quantity, shown in quantities.items():
+        assert [kernel.quantity(quantity) for kernel in kernels] == shown, quantity
+
+
+@pytest.mark.parametrize(
+    ("metric", "unit", "base"),
+    [
+        *[("dram__bytes_read.sum", *pair) for pair in (("byte", 1), ("Kbyte", 1e3), ("Mbyte", 1e6))],
+        *[("dram__bytes_read.sum", *pair) for pair in (("Gbyte", 1e9), ("Tbyte", 1e12))],
+        *[("gpu__time_duration.sum", *pair) for pair in (("ns", 1), ("us", 1e3), ("usecond", 1e3))],
+        *[("gpu__time_duration.sum", *pair) for pair in (("ms", 1e6), ("msecond", 1e6))],
+        *[("gpu__time_duration.sum", *pair) for pair in (("s", 1e9), ("second", 1e9))],
+    ],
+)
+def test_a_unit_with_a_prefix_is_undone_to_bytes_and_nanoseconds(metric, unit, base):
+    table = f'"ID","Kernel Name","{metric}"\n"","","{unit}"\n"0","gemm","1,234.5"\n'
+    (kernel,) = read_csv(table)
+    assert kernel.metrics == {metric: pytest.approx(1234.5 * base)}
 
 
 def test_stalls_are_listed_by_reason_and_the_warp_that_issues_is_no_stall():
@@ -214,6 +253,62 @@ def test_without_ncu_there_is_a_reason(monkeypatch):
     monkeypatch.setattr(Path, "exists", lambda self: False)
     with pytest.raises(NotReadable, match="not on the PATH"):
         find_ncu()
+
+
+def test_of_several_installed_ncu_the_newest_is_taken(tmp_path, monkeypatch):
+    for version in ("2023.3.1", "2025.1.0", "2025.10.0"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "ncu").touch()
+    glob = Path.glob
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: glob(tmp_path, pattern))
+    assert find_ncu() == str(tmp_path / "2025.10.0" / "ncu")
+
+
+def asked_for(words, option):
+    return [value for name, value in pairwise(words) if name == option]
+
+
+def test_ncu_is_asked_for_cold_caches_free_clocks_and_units_without_prefix():
+    words = command("ncu", ["python", "call.py"])
+    assert asked_for(words, "--cache-control") == ["all"]
+    assert asked_for(words, "--clock-control") == ["none"]
+    assert asked_for(words, "--profile-from-start") == ["off"]
+    assert asked_for(words, "--print-units") == ["base"]
+    assert asked_for(words, "--page") == ["raw"]
+    assert "--csv" in words
+    assert words[-2:] == ["python", "call.py"]
+
+
+def test_ncu_is_asked_for_the_sections_that_stalls_pipes_and_rates_come_from():
+    sections = asked_for(command("ncu", []), "--section")
+    wanted = {"WarpStateStats", "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis"}
+    assert wanted <= set(sections)
+
+
+def events_of_a_call(monkeypatch, kind):
+    """What `call_once` does with a device and a kernel, in its order."""
+    events = []
+    monkeypatch.setattr(ncu, "make_inputs", lambda problem, kind: None)
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: events.append(name))
+    device = SimpleNamespace(kind=kind, target=lambda: None, synchronize=lambda: events.append("synchronize"))
+    kernel = SimpleNamespace(
+        unsupported=lambda problem, target: None, answer=lambda inputs, problem: events.append("call")
+    )
+    assert ncu.call_once(kernel, None, device) is None
+    return events
+
+
+def test_one_call_is_watched_to_its_end_after_a_warm_up_that_is_over(monkeypatch):
+    events = events_of_a_call(monkeypatch, "cuda")
+    start = events.index("start")
+    assert events[:start] == ["call", "call", "call", "synchronize"]
+    assert events[start:] == ["start", "call", "synchronize", "stop"]
+
+
+def test_where_there_is_no_gpu_no_profiler_is_started(monkeypatch):
+    assert not {"start", "stop"} & set(events_of_a_call(monkeypatch, "cpu"))
 
 
 def spec_of(kernel, device="cpu"):

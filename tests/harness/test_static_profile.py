@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from harness.sass import Instruction, block_threads, instructions, mix
+from harness import static_profile
+from harness.architectures import ARCHITECTURES, target_of
+from harness.sass import MIX, Instruction, block_threads, instructions, mix
 from harness.static_profile import (
     DOES_NOT_FIT,
     NO_TENSOR_CORES,
     SERIALISED_WGMMA,
     SPILLS,
     TENSOR_CORE_GROUPS,
+    Unit,
+    ceiling,
+    profile_unit,
+    verdicts,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +90,14 @@ def test_below_sm_80_there_is_no_tensor_core_and_the_ceiling_is_that_of_the_fp32
     assert (turing["ceiling_of"], turing["ceiling_teraflops_per_second"]) == ("T4", 8.1)
     # The products are in the loop over the keys.
     assert turing["loop_mix"]["fp32_multiply_add"] > 0.9 * turing["mix"]["fp32_multiply_add"]
+
+
+def test_what_a_kernel_does_before_and_after_its_loop_is_not_counted_in_the_loop(found):
+    for name in ("turing", "ampere", "hopper"):
+        whole, loops = found[name]["mix"], found[name]["loop_mix"]
+        assert 0 < loops["instructions"] < whole["instructions"], name
+        # The output is stored behind the loop over the keys.
+        assert loops["global_store"] == 0 < whole["global_store"], name
 
 
 def test_too_few_registers_spill_and_the_instructions_that_do_it_are_counted(found):
@@ -204,3 +218,62 @@ def test_a_floor_is_not_blamed_for_having_no_products(tmp_path):
     assert {cell["status"] for cell in cells} == {"ok"}
     assert not any(cell["verdicts"] for cell in cells)
     assert not any(cell["mix"][group] for cell in cells for group in TENSOR_CORE_GROUPS)
+
+
+def unit(*, shared_memory_bytes=0, registers=32, threads=128, tensor_memory_columns=0, warnings=(), **counts):
+    none = dict.fromkeys(("instructions", *MIX), 0)
+    return Unit(
+        *("_forward", threads, registers, 0, shared_memory_bytes, tensor_memory_columns),
+        mix=none | counts,
+        loop_mix=none,
+        warnings=list(warnings),
+    )
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_a_block_may_have_all_the_shared_memory_that_a_block_can_get_and_no_byte_more(capability):
+    architecture = ARCHITECTURES[capability]
+    most = architecture.block_shared_memory_bytes
+    assert DOES_NOT_FIT not in verdicts(unit(shared_memory_bytes=most), architecture)
+    assert DOES_NOT_FIT in verdicts(unit(shared_memory_bytes=most + 1), architecture)
+
+
+def test_a_block_may_have_all_registers_of_a_multiprocessor_and_no_more():
+    hopper = ARCHITECTURES[9, 0]
+    assert DOES_NOT_FIT not in verdicts(unit(registers=128, threads=512), hopper)
+    assert DOES_NOT_FIT in verdicts(unit(registers=136, threads=512), hopper)
+    assert DOES_NOT_FIT in verdicts(unit(registers=168, threads=512), hopper)
+    # 65,280 of 65,536, but they are handed out to whole rounds of four warps.
+    assert DOES_NOT_FIT in verdicts(unit(registers=136, threads=480), hopper)
+
+
+@pytest.mark.parametrize(
+    "spilled", [{"local_load": 1}, {"local_store": 1}, {"local_load": 30, "local_store": 9}]
+)
+def test_one_value_that_goes_through_local_memory_is_a_spill(spilled):
+    assert verdicts(unit(wgmma=8, **spilled), ARCHITECTURES[9, 0]) == [SPILLS]
+    assert verdicts(unit(wgmma=8, shared_load=30, global_store=9), ARCHITECTURES[9, 0]) == []
+
+
+@pytest.mark.parametrize("group", TENSOR_CORE_GROUPS)
+def test_products_on_any_generation_of_tensor_cores_have_the_tensor_cores_ceiling(group):
+    peak = ARCHITECTURES[9, 0].peak
+    products = unit(fp32_multiply_add=500, **{group: 1})
+    assert ceiling(products, peak) == 989
+    assert NO_TENSOR_CORES not in verdicts(products, ARCHITECTURES[9, 0])
+    assert ceiling(unit(fp32_multiply_add=500), peak) == 67
+
+
+def test_the_tensor_memory_of_a_block_keeps_others_off_its_multiprocessor(monkeypatch):
+    held = {}
+    for columns in (0, 256, 512):
+        found = unit(tensor_memory_columns=columns, tcgen05=8)
+        monkeypatch.setattr(static_profile, "compile_unit", lambda one, target: one)
+        monkeypatch.setattr(static_profile, "read_unit", lambda compiled: compiled)
+        cell = profile_unit(found, target_of("sm_100"))
+        held[columns] = (cell["blocks_per_multiprocessor"], cell["occupancy"], cell["occupancy_limiter"])
+    assert held == {
+        0: (16, 1.0, "warps"),
+        256: (2, 2 * 4 / 64, "tensor memory"),
+        512: (1, 4 / 64, "tensor memory"),
+    }

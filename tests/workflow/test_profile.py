@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from harness.ncu import counter_values, kernel_cells, read_csv
-from harness.record import ERROR, OK, UNSUPPORTED, Record
+from harness.record import ERROR, OK, UNSUPPORTED, Record, write_record
 from tests.workflow.checkout import Checkout, small_config
 from workflow.config import load_config
 from workflow.figures import COLOURS
@@ -32,6 +32,7 @@ from workflow.limits import (
     _bytes_moved,
     _evidence,
     bytes_text,
+    evidence,
     limits,
     with_counted_near,
     words,
@@ -56,6 +57,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "docs" / "results" / "h200" / "default" / "benchmark.csv"
 HAND_MADE = ROOT / "tests" / "data" / "hand_made" / "ncu_raw.csv"
 RECORDED = ROOT / "tests" / "data" / "h200" / "ncu"  # real logs of ncu, one for each call
+KERNELS = ("gemm", r"softmax\_kernel")  # of the table that was made by hand
 ENVIRONMENT = {
     "gpu": None, "cpu": "a CPU", "cpu_threads_torch": 2, "torch": "2", "triton": "3", "python": "3",
 }  # fmt: skip
@@ -382,12 +384,129 @@ def test_the_bound_by_what_is_allocated_is_below_what_was_counted(published):
     assert published["article", 1024, "naive"].bytes_from == NEEDED
 
 
+def bare(name="one", *, matrix_share=0.1, memory_share=0.1, latency_ms=1.0, **others):
+    """A counted row of 1 ms that takes these shares of a machine of 1 TFLOP/s and 1 TB/s."""
+    row = Evidence(
+        *("tiny", 128, name),
+        latency_ms=1.0,
+        flop_count=int(matrix_share * 1e9),
+        minimal_bytes=10**6,
+        bytes_moved=int(memory_share * 1e9),
+        bytes_from=COUNTED,
+        matrix_rate=1e12,
+        bandwidth=1e12,
+    )
+    return replace(row, latency_ms=latency_ms, **others)
+
+
+@pytest.mark.parametrize(
+    ("shares", "word"),
+    [
+        ({"matrix_share": 0.48}, LATENCY),
+        ({"matrix_share": 0.52}, COMPUTE),
+        ({"memory_share": 0.48}, LATENCY),
+        ({"memory_share": 0.52}, MEMORY_BOUND),
+        ({"matrix_share": 0.6, "memory_share": 0.7}, MEMORY_BOUND),
+        ({"matrix_share": 0.7, "memory_share": 0.6}, COMPUTE),
+    ],
+)
+def test_a_rate_limits_where_more_than_half_of_it_is_used_and_of_two_the_greater(shares, word):
+    assert words(bare(**shares)) == word
+
+
+def test_two_are_compared_by_bandwidth_only_where_one_of_them_uses_more_than_half_of_it():
+    busy = {"counters": {"tensor_pipe_percent": 30.0}}
+    fast = bare("fast", memory_share=0.3, **busy)
+    (text,) = differences(bare(memory_share=0.44, **busy), fast)
+    assert text == "its tensor pipe is busy 30 % of the time, and that of fast 30 %"
+    (text,) = differences(bare(memory_share=0.52, **busy), replace(fast, bytes_moved=4 * 10**8))
+    assert text.endswith("at 52 % of the measured bandwidth, and fast at 40 %")
+
+
+def test_less_than_one_and_a_half_times_the_bytes_explains_no_difference():
+    fast = bare("fast", bytes_moved=10**8)
+    assert differences(bare(bytes_moved=145 * 10**6), fast) == []
+    assert differences(bare(bytes_moved=155 * 10**6), fast) == [
+        "it moves 1.55 times the bytes of fast, which alone take 0.155 of its 1 ms at the measured bandwidth"
+    ]
+    cached = {count: bare(counters={"l2_bytes": count}) for count in (1e9, 1.45e9, 1.55e9)}
+    assert differences(cached[1.45e9], cached[1e9]) == []
+    assert differences(cached[1.55e9], cached[1e9]) == ["L2 moves 1.55 times the bytes"]
+
+
+def test_less_than_one_and_a_half_times_the_least_is_not_what_a_slower_one_pays_for():
+    fast = bare("fast", latency_ms=0.5, bytes_from=NEEDED)
+    needed = {"bytes_from": ALLOCATED, "minimal_bytes": 10**8}
+    assert "it moves" not in wins([fast, bare(**needed, bytes_moved=145 * 10**6)])[1]
+    assert (
+        "it moves at least 1.55 times the bytes" in wins([fast, bare(**needed, bytes_moved=155 * 10**6)])[1]
+    )
+
+
+def test_warps_are_short_where_the_other_has_more_than_one_and_a_half_times_as_many():
+    kernels = [{"name": "kernel", "share": 1.0, "stalls": {}}]
+    slow, *fast = (bare(kernels=kernels, counters={"occupancy_percent": part}) for part in (20.0, 29.0, 31.0))
+    assert [differences(slow, other)[0].split(":")[0] for other in fast] == [
+        "it is not short of warps", "it has fewer warps",
+    ]  # fmt: skip
+
+
+def test_a_reason_to_wait_is_told_from_a_quarter_of_a_warp_more_on():
+    def waits(**stalls):
+        return bare("fast", kernels=[{"name": "kernel", "share": 1.0, "stalls": stalls}])
+
+    assert differences(waits(barrier=1.22), waits(barrier=1.0)) == []
+    assert differences(waits(barrier=1.28, wait=9.0), waits(barrier=1.0, wait=8.9)) == [
+        "for each warp that issues, 1.3 wait for the other warps of the block at a barrier (1 in fast)"
+    ]
+
+
+def test_only_a_contender_that_moves_far_fewer_bytes_than_another_is_told_for_being_slower():
+    fast = bare("fast", bytes_moved=155 * 10**6, latency_ms=0.5)
+    slow = bare("slow", bytes_moved=10**8)
+    (line,) = fewer_and_slower([fast, slow])
+    assert "**slow** moves fewer bytes than fast and is slower" in line
+    assert fewer_and_slower([replace(fast, bytes_moved=145 * 10**6), slow]) == []
+    floor = {"marks": ("not_attention",)}
+    assert fewer_and_slower([fast, replace(slow, **floor)]) == []
+    assert fewer_and_slower([replace(fast, **floor), slow]) == []
+
+
 def gpu_plan():
     config = small_config(naive="naive", sdpa="sdpa", triton="triton_flash", twin="sdpa")
     config["sweeps"]["tiny"]["seq_lens"]["cuda"] = [64, 128]
     config["profile"] = {"seq_lens": [128]}
     config["device"] = "cuda"
     return Plan(load_config(config, ROOT / "kernels"), "cuda", "h200", ROOT)
+
+
+ROOFLINE = {
+    **{"read_bytes_per_second": 4.0e12, "copy_bytes_per_second": 4.3e12, "flush_proven": True},
+    "matrix_float16_teraflops_per_second": 700.0,
+    "matrix_bfloat16_teraflops_per_second": 800.0,
+    "matrix_float32_teraflops_per_second": 900.0,
+    "matrix_teraflops_per_second": 900.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "rate"),
+    [("cuda", "fp16", 700e12), ("cuda", "bf16", 800e12), ("cpu", "fp16", 900e12), ("cpu", "bf16", 900e12)],
+)
+def test_a_row_is_held_against_the_matrix_rate_of_its_own_dtype_and_on_a_cpu_against_the_best(
+    tmp_path, device, dtype, rate
+):
+    config = gpu_plan().config
+    config["sweeps"]["tiny"]["dtype"] = dtype
+    config["sweeps"]["tiny"]["seq_lens"]["cpu"] = [128]
+    plan = Plan(config, device, "here", ROOT)
+    timed = {"latency_ms": 1.0, "flop_count": 10**9, "working_set_bytes": 10**6, "options": "{}"}
+    timing = plan.sweep_job("timing", "tiny", "naive", 128)
+    for job, values in ((plan.roofline_job(), ROOFLINE), (timing, timed)):
+        write_record(Record(job.phase, job.spec, OK, values=values), tmp_path / job.path)
+    (row,) = evidence(plan, tmp_path, [], None)
+    assert row.matrix_rate == rate
+    assert row.bandwidth == 4.3e12
 
 
 def test_on_a_gpu_each_implementation_is_profiled_at_the_lengths_that_were_chosen():
@@ -420,9 +539,66 @@ def test_every_kernel_of_a_call_is_named_and_what_could_not_be_counted_says_why(
     assert "softmax\\_kernel" in text
     assert "### Sweep tiny, seq_len 128" in text
     assert "3.81 MiB / 1.43 MiB" in text  # DRAM read and written, the two kernels together
+    [(job, record)] = counters(naive=OK)
+    [through_l2] = re.findall(r"L2, times the least *\| *([\d.]+)", text)
+    sizes = job.spec["problem"]
+    needed = 2 * 2 * 2 * 128 * 16 * sizes["batch"] * sizes["heads"]  # Q, K, V and O, of two bytes each
+    assert float(through_l2) == pytest.approx(record.values["l2_bytes"] / needed, rel=0.01)
     assert "sdpa at seq_len 128 (sweep tiny): unsupported: why \\| sdpa" in text
     assert "long\\_scoreboard 6.5" in text
     assert "long\\_scoreboard: waits for data from global or local memory." in text
+
+
+def shown_cells(text, first):
+    """What a Markdown table has, behind its first cell, in the line that begins with this one."""
+    lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines()]
+    (cells,) = [cells for cells in lines if cells[0] == first]
+    return cells[1:]
+
+
+def test_each_row_of_the_table_of_calls_has_its_own_quantity():
+    """16 KiB each of Q, K, V and output; the percentages of two kernels, 3 to 1 by their times."""
+    text = "\n".join(counter_sections(counters(naive=OK), "cuda"))
+    rows = {
+        "kernels": "2",
+        "DRAM read / written": "3.81 MiB / 1.43 MiB",
+        "times the least": f"{5.5e6 / (4 * 2 * 128 * 16 * 2):.3g}",
+        "L2 bytes": "9.54 MiB",
+        "local memory loaded / stored": "640 bytes / 320 bytes",
+        "L2 hits": f"{(3 * 50 + 25) / 4:.3g} %",
+        "tensor pipe busy": f"{3 * 60.5 / 4:.3g} %",
+        "FP32 pipe busy": f"{(3 * 10 + 30) / 4:.3g} %",
+        "issuing": f"{(3 * 55 + 15) / 4:.3g} %",
+        "occupancy": f"{(3 * 25 + 75) / 4:.3g} %",
+        "registers a thread": "128",
+    }
+    assert {name: shown_cells(text, name) for name in rows} == {name: [cell] for name, cell in rows.items()}
+
+
+def test_each_column_of_the_table_of_kernels_has_its_own_quantity():
+    text = "\n".join(counter_sections(counters(naive=OK), "cuda"))
+    columns = shown_cells(text, "kernel")
+    gemm, softmax = (dict(zip(columns, shown_cells(text, name), strict=True)) for name in KERNELS)
+    assert gemm == {
+        "of the time": "75 %",
+        "DRAM read / written": "977 KiB / 488 KiB",
+        "L2 hits": "50 %",
+        "tensor pipe busy": "60.5 %",
+        "occupancy": "25 %",
+        "registers": "128",
+        "waits": "long\\_scoreboard 2.5, barrier 0.25",
+    }
+    assert softmax["DRAM read / written"] == "2.86 MiB / 977 KiB"
+    assert (softmax["tensor pipe busy"], softmax["occupancy"]) == ("0 %", "75 %")
+
+
+def test_the_kernel_that_a_call_of_sdpa_runs_tells_which_backend_it_took():
+    log = gzip.decompress((RECORDED / "article_sdpa_4096.log.gz").read_bytes()).decode()
+    kernels = read_csv(log)
+    [(job, record)] = counters(sdpa=OK)
+    record = replace(record, values=counter_values(kernels), cells=kernel_cells(kernels))
+    text = "\n".join(counter_sections([(job, record)], "cuda"))
+    assert r"sdpa is one kernel, cudnn\_generated\_fort\_native\_sdpa\_sm90\_flash\_fprop" in text
 
 
 def test_where_nothing_can_be_counted_the_page_says_why_once():
