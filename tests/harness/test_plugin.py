@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,3 +150,13 @@ def test_another_kernel_that_is_interpreted_does_not_make_this_one_so(tmp_path, 
     jitted = load_kernel("jitted", {}, package="sorts")
     assert jitted.interpreted
     assert not load_kernel("plain", {}, package="sorts").interpreted
+
+
+def test_the_harness_knows_no_kernel_by_name():
+    names = {path.stem for path in (ROOT / "kernels").glob("*.py")} - {"__init__", "cache", "inputs"}
+    assert {"naive", "sdpa", "triton_flash", "gluon_hopper"} <= names
+    said = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(names))})(?![\w-])")  # fa3-fwd is a package
+    for path in (ROOT / "harness").glob("*.py"):
+        text = path.read_text()
+        assert said.findall(text) == [], path
+        assert not re.search(r"^\s*(?:from|import) kernels\b", text, re.MULTILINE), path
