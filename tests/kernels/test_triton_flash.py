@@ -588,3 +588,45 @@ def test_more_than_two_to_the_31_elements_are_addressed_right():
     assert k.numel() > 2**31
     output = attention(q, k, v, causal=False)
     assert_close(output[:, -1:], q[:, -1:], k[:, -1:], v[:, -1:], False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("options", [{}, DESCRIBED], ids=["default", "descriptors"])
+def test_a_captured_call_is_right_for_what_its_tensors_hold_at_each_replay(options):
+    tensors = inputs(2, 4, 2, 300, 300, 64)
+    attention(*tensors, causal=True, **options)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attention(*tensors, causal=True, **options)
+    for seed in (1, 2):
+        for tensor, other in zip(tensors, inputs(2, 4, 2, 300, 300, 64, seed=seed), strict=True):
+            tensor.copy_(other)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_close(output, *tensors, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+def test_a_call_runs_on_the_stream_it_is_made_on():
+    stream = torch.cuda.Stream()
+    q, k, v = inputs(2, 4, 2, 300, 300, 64)
+    expected = attention(q, k, v, causal=True)
+    late = torch.zeros_like(q)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)
+        late.copy_(q)  # on another stream, the call would not wait for this
+        output = attention(late, k, v, causal=True)
+    torch.cuda.synchronize()
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_another_device_than_the_current_one_are_right():
+    there = [tensor.to("cuda:1") for tensor in inputs(1, 4, 4, 300, 300, 64)]
+    output = attention(*there, causal=True)
+    assert output.device.index == 1
+    assert torch.cuda.current_device() == 0
+    assert_close(output, *there, True)
