@@ -578,6 +578,32 @@ def test_on_the_articles_gpu_its_tiles_use_no_tensor_core_and_spill_by_kilobytes
     assert found["ffma"] > 1000
 
 
+RESIDENT = """
+import json, sys
+from types import SimpleNamespace
+from harness.static_profile import profile_unit
+from harness.target import Target
+from kernels import triton_flash
+
+hopper = Target("cuda", "Hopper", (9, 0))
+for head_dim, causal in json.loads(sys.argv[1]):
+    problem = SimpleNamespace(
+        batch=1, heads=16, kv_heads=16, seq_len_q=4096, seq_len_k=4096,
+        head_dim=head_dim, causal=causal, dtype="bf16",
+    )
+    [unit] = triton_flash.compile_units(problem, {}, hopper)
+    print(json.dumps(profile_unit(unit, hopper)["blocks_per_multiprocessor"]))
+"""
+
+
+@pytest.mark.slow
+def test_on_hopper_a_multiprocessor_holds_two_programs_of_the_default_or_more(tmp_path):
+    cells = [(head_dim, causal) for head_dim in (64, 128) for causal in (False, True)]
+    blocks = [int(line) for line in output_of(RESIDENT, cells, tmp_path).splitlines()]
+    assert len(blocks) == len(cells)
+    assert min(blocks) >= 2, blocks
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_more_than_two_to_the_31_elements_are_addressed_right():
