@@ -7,7 +7,9 @@ several environments.
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,7 @@ from workflow.pages import latency_page
 
 PUBLISHED = ROOT / "docs" / "results" / "h200" / "default"
 SECONDS_TO_APPEAR = 20
+SECONDS_TO_ANSWER = 2  # to a click
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +124,29 @@ def wait(window, condition: Callable[[], object]) -> object:
     return waiting.until(lambda _: condition())
 
 
-def press(window, find: Callable[[], WebElement]) -> None:
-    """Click what is found, as soon as it has stopped moving and nothing covers it."""
-    wait(window, lambda: find().click() is None)
+def press(window, find: Callable[[], WebElement], appears: Callable[[], object] = lambda: True) -> object:
+    """Click what is found, as soon as it has stopped moving and nothing covers it, until something appears.
+
+    A page that is still being set up swallows a click: then it is clicked again.
+    """
+    pressed_at = -math.inf
+
+    def pressed() -> object:
+        nonlocal pressed_at
+        if pressed_at > -math.inf and (found := appears()):
+            return found
+        if time.monotonic() > pressed_at + SECONDS_TO_ANSWER:
+            find().click()
+            pressed_at = time.monotonic()
+            return appears()
+        return None
+
+    return wait(window, pressed)
 
 
 def open_category(window, category: str) -> None:
-    press(window, lambda: window.find_element(By.XPATH, f"//a[span[.='{category}']]"))
-    wait(window, lambda: window.find_elements(By.XPATH, "//nav//tbody/tr"))
+    link = f"//a[span[.='{category}']]"
+    press(window, lambda: window.find_element(By.XPATH, link), lambda: entries(window))
 
 
 def entries(window) -> list[WebElement]:
@@ -150,13 +168,12 @@ def show(window, number: int) -> WebElement:
     """Press the eye of an entry; the figure or the frame of the table that appears."""
     before = shown_now(window)
     source = before.get_attribute("src") if before else None
-    press(window, lambda: entries(window)[number].find_elements(By.TAG_NAME, "a")[0])
 
     def appeared() -> WebElement | None:
         shown = shown_now(window)
         return shown if shown and shown.get_attribute("src") != source else None
 
-    return wait(window, appeared)
+    return press(window, lambda: entries(window)[number].find_elements(By.TAG_NAME, "a")[0], appeared)
 
 
 def test_every_category_figure_and_table_is_found_and_shown_with_its_caption(window):
@@ -217,15 +234,17 @@ def test_every_caption_is_shown_and_its_numbers_are_filled_in(window):
     for category in window.execute_script("return Object.keys(categories)"):
         open_category(window, category)
         for number in range(len(entries(window))):
-            press(window, lambda n=number: entries(window)[n].find_elements(By.TAG_NAME, "a")[1])
-            wait(window, lambda: window.find_elements(By.CSS_SELECTOR, "nav .prose"))
+            press(
+                window,
+                lambda n=number: entries(window)[n].find_elements(By.TAG_NAME, "a")[1],
+                lambda: window.find_elements(By.CSS_SELECTOR, "nav .prose"),
+            )
             caption = window.find_element(By.CSS_SELECTOR, "nav .prose").text
             assert len(caption) > 100
             assert "{" not in caption
             seen.append(caption)
             back = f"//nav//a[normalize-space(.)='{category}']"
-            press(window, lambda back=back: window.find_element(By.XPATH, back))
-            wait(window, lambda: entries(window))
+            press(window, lambda back=back: window.find_element(By.XPATH, back), lambda: entries(window))
         window.get(window.current_url.partition("#")[0])
     [latency] = {caption for caption in seen if caption.startswith("Latency of one call")}
     counts = f"of {timing['processes']['cpu']} processes, each of {timing['samples']} samples"
@@ -237,16 +256,21 @@ def test_the_first_page_leads_to_every_category(window):
     assert "Attention kernels: are they right" in page
     for category in window.execute_script("return Object.keys(categories)"):
         link = f"//div[contains(@class, 'prose')]//a[.='{category}']"
-        press(window, lambda link=link: window.find_element(By.XPATH, link))
-        assert wait(window, lambda: entries(window))
+        assert press(window, lambda link=link: window.find_element(By.XPATH, link), lambda: entries(window))
         window.get(window.current_url.partition("#")[0])
 
 
 def test_the_runtimes_are_drawn_and_the_embedded_packages_named(window):
-    press(window, lambda: window.find_element(By.XPATH, "//a[span[.='Statistics']]"))
-    assert wait(window, lambda: window.find_elements(By.CSS_SELECTOR, "canvas, svg.marks"))
-    press(window, lambda: window.find_element(By.XPATH, "//a[span[.='About']]"))
-    assert wait(window, lambda: "snakemake " in window.find_element(By.TAG_NAME, "nav").text)
+    assert press(
+        window,
+        lambda: window.find_element(By.XPATH, "//a[span[.='Statistics']]"),
+        lambda: window.find_elements(By.CSS_SELECTOR, "canvas, svg.marks"),
+    )
+    assert press(
+        window,
+        lambda: window.find_element(By.XPATH, "//a[span[.='About']]"),
+        lambda: "snakemake " in window.find_element(By.TAG_NAME, "nav").text,
+    )
 
 
 class Table:
