@@ -187,6 +187,29 @@ def _wait(number, parity, BARRIERS_AT: gl.constexpr):
     )
 
 
+@gluon.constexpr_function
+def _wait_after_assembly(barriers_at):
+    return (
+        f"{{ .reg .pred done; .reg .b32 barrier, parity, other; {_address(barriers_at, 'barrier', '$2')} "
+        "mov.b32 parity, $6; mov.b32 other, $7; or.b32 parity, parity, other; shr.u32 parity, parity, 31; "
+        "xor.b32 parity, parity, $4; again: "
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [barrier], parity; @!done bra.uni again; "
+        "mov.b32 $0, 0; mov.b32 $1, 0; }"
+    )
+
+
+@gluon.jit
+def _wait_after(number, parity, row_sum, BARRIERS_AT: gl.constexpr):
+    """`_wait`, but not before row_sum (64, 4) is there: its sign, never set, is a part of the parity."""
+    layout: gl.constexpr = row_sum.type.layout
+    gl.inline_asm_elementwise(
+        _wait_after_assembly(BARRIERS_AT), "=r,=r,r,r,r,r,f,f",
+        [gl.full(row_sum.shape, number, gl.int32, layout), gl.full(row_sum.shape, parity, gl.int32, layout),
+         row_sum],
+        gl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
 @gluon.jit
 def _arrive(number, BARRIERS_AT: gl.constexpr):
     """Arrive at barrier `number`, once for each warp that comes here."""
@@ -364,6 +387,51 @@ def _mask(s, first_row, first_key, seq_len_k, CAUSAL: gl.constexpr):
     )
 
 
+# 2^r for |r| <= 1/2 is near 1 + r (A + r (B + r C)): of the cubics that are exact at 0 the one whose largest
+# relative error is the least, 1.0e-4. fp16 rounds a weight by up to 4.9e-4.
+_CUBIC = gl.constexpr(("0f3F317AFD", "0f3E780627", "0f3D61512E"))  # A = 0.69328, B = 0.24221, C = 0.05501
+# Added to an x, this leaves x rounded to a whole number n, plus 127, in the lowest bits.
+_ROUNDER = gl.constexpr("0f4B40007F")  # 1.5 * 2^23 + 127
+
+
+@gluon.constexpr_function
+def _exp2_assembly(cubic_of_eight):
+    # Cubic ones are spread evenly over the two rows that a lane has (see `_mask_assembly`).
+    a, b, c = _CUBIC.value
+    cubic = ((), (3,), (3, 4), (3, 4, 7), (0, 3, 4, 7))[cubic_of_eight]
+    lines = []
+    for i in range(8):
+        if i not in cubic:
+            lines.append(f"ex2.approx.ftz.f32 ${i}, ${8 + i};")
+            continue
+        lines += [
+            # 2^-127 comes out as 0, also for -inf; NaN stays NaN
+            f"max.NaN.f32 x, ${8 + i}, 0fC2FE0000;",
+            f"add.f32 n, x, {_ROUNDER.value}; sub.f32 r, n, {_ROUNDER.value}; sub.f32 r, x, r;",
+            f"fma.rn.f32 p, r, {c}, {b}; fma.rn.f32 p, p, r, {a}; fma.rn.f32 p, p, r, 0f3F800000;",
+            # n + 127 in the exponent's place is 2^n
+            f"mov.b32 power, n; shl.b32 power, power, 23; mov.b32 n, power; mul.f32 ${i}, p, n;",
+        ]
+    return f"{{ .reg .f32 x, n, r, p; .reg .b32 power; {' '.join(lines)} }}"
+
+
+@gluon.jit
+def _exp2(x, CUBIC_EXP2: gl.constexpr):
+    """2^x; of every eight that a lane has, CUBIC_EXP2 by a cubic polynomial.
+
+    At head_dim 64 a weight costs the unit for exponentials as much time as its products cost the tensor
+    cores. A part of the weights takes its power of two from multiplications and additions instead, which
+    other units do meanwhile (FlashAttention-4 does so on Blackwell).
+    """
+    if CUBIC_EXP2 > 0:
+        return gl.inline_asm_elementwise(
+            _exp2_assembly(CUBIC_EXP2), "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x], gl.float32,
+            is_pure=True, pack=8,
+        )  # fmt: skip
+    else:
+        return gl.exp2(x)
+
+
 @gluon.jit
 def _row_max(s, scale):
     """Row maxima of the scaled scores, (64,); finite also where a mask leaves nothing of a row."""
@@ -371,15 +439,15 @@ def _row_max(s, scale):
 
 
 @gluon.jit
-def _begin_softmax(s, scale):
+def _begin_softmax(s, scale, CUBIC_EXP2: gl.constexpr):
     """The first block of a tile: weights (64, TILE_K), row maxima (64,), and row sums (64, 4)."""
     row_max = _row_max(s, scale)
-    weights = gl.exp2(s * scale - row_max[:, None])
+    weights = _exp2(s * scale - row_max[:, None], CUBIC_EXP2)
     return weights, row_max, _lane_sum(weights)
 
 
 @gluon.jit
-def _go_on_softmax(s, row_max, row_sum, scale, LAZY_RESCALE: gl.constexpr):
+def _go_on_softmax(s, row_max, row_sum, scale, LAZY_RESCALE: gl.constexpr, CUBIC_EXP2: gl.constexpr):
     """A further block: weights, row maxima and sums, what O is to be multiplied with, and whether it is.
 
     With LAZY_RESCALE the old maximum goes on serving as the exponents' reference as long as no row of the
@@ -398,7 +466,7 @@ def _go_on_softmax(s, row_max, row_sum, scale, LAZY_RESCALE: gl.constexpr):
             vote, "=r,=r,f,f", [new_max - row_max], gl.int32, is_pure=False, pack=2
         )
         new_max = gl.where(grown != 0, new_max, row_max)
-    weights = gl.exp2(s * scale - new_max[:, None])
+    weights = _exp2(s * scale - new_max[:, None], CUBIC_EXP2)
     rescale = gl.exp2(row_max - new_max)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
     row_sum = row_sum + gl.convert_layout(_lane_sum(weights), row_sum.type.layout)
@@ -502,8 +570,8 @@ def _step(
     q, k_smem, v_smem, p, o, row_max, row_sum, unit, first_row, first_key, seq_len_k, scale,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     MASKED: gl.constexpr, PING_PONG: gl.constexpr, LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr,
-    KEYS: gl.constexpr, DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    BARRIERS_AT: gl.constexpr,
+    CUBIC_EXP2: gl.constexpr, SOFTMAX_FIRST: gl.constexpr, KEYS: gl.constexpr,
+    DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One block: its scores and weights, while O takes in the weights of the block before.
 
@@ -529,11 +597,18 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s,))  # O is still under way
     if MASKED:
         s = _mask(s, first_row, first_key, seq_len_k, CAUSAL)
-    weights, row_max, row_sum, rescale, grown = _go_on_softmax(s, row_max, row_sum, scale, LAZY_RESCALE)
+    weights, row_max, row_sum, rescale, grown = _go_on_softmax(
+        s, row_max, row_sum, scale, LAZY_RESCALE, CUBIC_EXP2
+    )
 
     # Waiting for the next unit here, and not where it is needed, keeps the exponentials above the wait
-    # for O: without a branch in between the assembler moves them below it, and nothing overlaps.
-    _wait((unit + 1) % STAGES, (unit + 1) // STAGES & 1, BARRIERS_AT)
+    # for O: without a branch in between the assembler moves them below it, and nothing overlaps. Where
+    # registers are few (three consumers) it moves them past that branch too, unless the branch needs them.
+    next_stage, next_parity = (unit + 1) % STAGES, (unit + 1) // STAGES & 1
+    if SOFTMAX_FIRST:
+        _wait_after(next_stage, next_parity, row_sum, BARRIERS_AT)
+    else:
+        _wait(next_stage, next_parity, BARRIERS_AT)
     o = warpgroup_mma_wait(0, deps=(o,))
     _arrive(STAGES + stage, BARRIERS_AT)
     o = _rescaled(o, rescale, grown, LAZY_RESCALE)
@@ -546,7 +621,8 @@ def _consumer(
     CONSUMERS: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, KEY_TAIL: gl.constexpr, PING_PONG: gl.constexpr,
     LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    FIRST_KEYS: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    CUBIC_EXP2: gl.constexpr, SOFTMAX_FIRST: gl.constexpr, FIRST_KEYS: gl.constexpr,
+    BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of O, those with number CONSUMER, of one tile after the other.
 
@@ -592,7 +668,7 @@ def _consumer(
         # The scores of the last block are there already: the first step of the online softmax.
         if MASKED > 0:
             s = _mask(s, first_row, (blocks - 1) * TILE_K, seq_len_k, CAUSAL)
-        weights, row_max, row_sum = _begin_softmax(s, scale)
+        weights, row_max, row_sum = _begin_softmax(s, scale, CUBIC_EXP2)
         o = gl.zeros([WARPGROUP_ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
         done = 1  # blocks of this tile
         if FIRST_KEYS < TILE_K:
@@ -601,7 +677,7 @@ def _consumer(
             p, o, row_max, row_sum = _step(
                 q, k_smem, v_smem, first_p, o, row_max, row_sum, unit, first_row, 0, seq_len_k, scale,
                 CONSUMER, CONSUMERS, STAGES, CAUSAL, False, PING_PONG, LAZY_RESCALE, PACKED_P,
-                FIRST_KEYS, DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
+                CUBIC_EXP2, SOFTMAX_FIRST, FIRST_KEYS, DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
             )  # fmt: skip
             unit += 1
             done = 2
@@ -613,7 +689,7 @@ def _consumer(
                     q, k_smem, v_smem, p, o, row_max, row_sum, unit,
                     first_row, (blocks - 1 - i) * TILE_K, seq_len_k, scale,
                     CONSUMER, CONSUMERS, STAGES, CAUSAL, True, PING_PONG, LAZY_RESCALE, PACKED_P,
-                    TILE_K, DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
+                    CUBIC_EXP2, SOFTMAX_FIRST, TILE_K, DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
                 )  # fmt: skip
                 unit += 1
             done = gl.maximum(done, masked)
@@ -621,7 +697,7 @@ def _consumer(
             p, o, row_max, row_sum = _step(
                 q, k_smem, v_smem, p, o, row_max, row_sum, unit, first_row, 0, seq_len_k, scale,
                 CONSUMER, CONSUMERS, STAGES, CAUSAL, False, PING_PONG, LAZY_RESCALE, PACKED_P,
-                TILE_K, DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
+                CUBIC_EXP2, SOFTMAX_FIRST, TILE_K, DTYPE, S_LAYOUT, P_LAYOUT, BARRIERS_AT,
             )  # fmt: skip
             unit += 1
 
@@ -670,7 +746,7 @@ def _attention_forward(
     CONSUMERS: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, KEY_TAIL: gl.constexpr, PING_PONG: gl.constexpr,
     LAZY_RESCALE: gl.constexpr, PACKED_P: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    FIRST_KEYS: gl.constexpr,
+    CUBIC_EXP2: gl.constexpr, SOFTMAX_FIRST: gl.constexpr, FIRST_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Allocate shared memory and barriers, and send the warps to their partitions."""
     HEAD_DIM: gl.constexpr = k_descriptor.block_type.shape[3]
@@ -698,10 +774,10 @@ def _attention_forward(
             [
                 (_consumer, (0, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             Q_IN_REGISTERS, FIRST_KEYS, BARRIERS_AT)),
+                             Q_IN_REGISTERS, CUBIC_EXP2, SOFTMAX_FIRST, FIRST_KEYS, BARRIERS_AT)),
                 (_consumer, (1, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             Q_IN_REGISTERS, FIRST_KEYS, BARRIERS_AT)),
+                             Q_IN_REGISTERS, CUBIC_EXP2, SOFTMAX_FIRST, FIRST_KEYS, BARRIERS_AT)),
                 (_producer, (q_descriptor, k_descriptor, v_descriptor, counter,
                              q_smem, k_smem, v_smem, barriers,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k,
@@ -716,13 +792,13 @@ def _attention_forward(
             [
                 (_consumer, (0, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             Q_IN_REGISTERS, FIRST_KEYS, BARRIERS_AT)),
+                             Q_IN_REGISTERS, CUBIC_EXP2, SOFTMAX_FIRST, FIRST_KEYS, BARRIERS_AT)),
                 (_consumer, (1, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             Q_IN_REGISTERS, FIRST_KEYS, BARRIERS_AT)),
+                             Q_IN_REGISTERS, CUBIC_EXP2, SOFTMAX_FIRST, FIRST_KEYS, BARRIERS_AT)),
                 (_consumer, (2, o_descriptor, q_smem, k_smem, v_smem, seq_len_k, scale,
                              CONSUMERS, TILE_K, STAGES, CAUSAL, KEY_TAIL, PING_PONG, LAZY_RESCALE, PACKED_P,
-                             Q_IN_REGISTERS, FIRST_KEYS, BARRIERS_AT)),
+                             Q_IN_REGISTERS, CUBIC_EXP2, SOFTMAX_FIRST, FIRST_KEYS, BARRIERS_AT)),
                 (_producer, (q_descriptor, k_descriptor, v_descriptor, counter,
                              q_smem, k_smem, v_smem, barriers,
                              heads, kv_group, batch_heads, query_tiles, head_group, seq_len_k,
@@ -746,6 +822,8 @@ OPTIONS = (
     "packed_p",
     "short_tail",
     "q_in_registers",
+    "cubic_exp2",
+    "softmax_first",
 )
 # Registers a thread at the launch, by the number of consumers: 65,536 for all warps, rounded as setmaxnreg
 # wants them.
@@ -770,6 +848,8 @@ def attention(
     packed_p: bool | None = None,
     short_tail: bool | None = None,
     q_in_registers: bool | None = None,
+    cubic_exp2: int | None = None,
+    softmax_first: bool | None = None,
 ) -> torch.Tensor:
     """softmax(scale * Q K^T) V on a Hopper GPU, forward only.
 
@@ -789,7 +869,9 @@ def attention(
     maximum has grown much; with packed_p the weights go from block to block as pairs; with short_tail only
     the keys of the last block that are there, rounded up to 32, 64 or 128, are multiplied where there is
     no causal mask; with q_in_registers Q is read from shared memory once a tile and not once a block (two
-    consumers have the registers for it). Give all eight, or none for the first of `candidates`.
+    consumers have the registers for it); of every eight weights cubic_exp2 (0 to 4) take their power of two
+    from a polynomial, with a relative error of 1e-4; with softmax_first a block's exponentials are bound to
+    come before the wait for the product under way. Give all ten, or none for the first of `candidates`.
 
     Raises ValueError for a bad argument (see `check_inputs`), for tensors that are not on a GPU of compute
     capability 9.0, for another head_dim, and for an incomplete or impossible set of launch options; and
@@ -797,7 +879,7 @@ def attention(
     """
     options = (
         *(consumers, tile_k, stages, ping_pong),
-        *(lazy_rescale, packed_p, short_tail, q_in_registers),
+        *(lazy_rescale, packed_p, short_tail, q_in_registers, cubic_exp2, softmax_first),
     )
     # What decides a call is looked up, checked and planned once.
     try:
@@ -1096,6 +1178,8 @@ def _constants(options: Mapping[str, Any], seq_len_k: int, causal: bool) -> dict
         "LAZY_RESCALE": bool(options["lazy_rescale"]),
         "PACKED_P": bool(options["packed_p"]),
         "Q_IN_REGISTERS": bool(options["q_in_registers"]),
+        "CUBIC_EXP2": int(options["cubic_exp2"]),
+        "SOFTMAX_FIRST": bool(options["softmax_first"]),
         "FIRST_KEYS": _first_keys(options, seq_len_k, causal),
     }
 
@@ -1118,7 +1202,7 @@ def _candidates(head_dim: int, causal: bool, seq_len_k: int) -> list[dict[str, A
     # The order is an H200's, in bf16 at 16,384 tokens; neighbours are within the noise of two runs.
     two = {"consumers": 2, "tile_k": 128, "stages": {64: 4, 128: 2}[head_dim]}
     three = {"consumers": 3, "tile_k": 128, "stages": 3}
-    plain = dict.fromkeys(OPTIONS[3:], False)
+    plain = {**dict.fromkeys(OPTIONS[3:], False), "cubic_exp2": 0}
     lazy = {**plain, "lazy_rescale": True}
     lazy_turns = {**lazy, "ping_pong": True}
     packed = {**lazy, "packed_p": True}
@@ -1135,12 +1219,15 @@ def _candidates(head_dim: int, causal: bool, seq_len_k: int) -> list[dict[str, A
             kept_short = kept({**lazy, "short_tail": True})
             return [{**two, **variant} for variant in (short_tail, packed, lazy_turns, kept_short)]
         return [{**two, **variant} for variant in (packed, lazy, lazy_turns, kept(lazy), kept(lazy_turns))]
-    kept_two = [{**two, **kept(lazy)}, {**two, **kept(lazy_turns)}]
+    # Compiled without spills, and not yet timed.
+    first = {**three, **lazy, "softmax_first": True}
+    new = [first, {**first, "cubic_exp2": 2}, {**first, "cubic_exp2": 2, "ping_pong": True}]
+    new += [{**two, **kept(lazy)}, {**two, **lazy, "cubic_exp2": 2, "softmax_first": True}]
     if not causal:
-        return [*({**three, **variant} for variant in (packed, lazy, packed_turns)), *kept_two]
+        return [*({**three, **variant} for variant in (packed, lazy, packed_turns)), *new]
     short = [{**two, **plain}, {**two, **lazy}, {**two, **lazy_turns}]
     long = [{**three, **packed}, {**three, **packed_turns}]
-    return [*short, long[0], *kept_two] if seq_len_k <= 2048 else [*long, short[1], *kept_two]
+    return [*short, long[0], *new] if seq_len_k <= 2048 else [*long, short[1], *new]
 
 
 def _check_options(options: Mapping[str, Any], head_dim: int) -> None:
@@ -1160,6 +1247,8 @@ def _check_options(options: Mapping[str, Any], head_dim: int) -> None:
             raise ValueError(f"{name} is True: expected False with 3 consumers, they have too few registers")
     if options["tile_k"] not in (64, 128):
         raise ValueError(f"tile_k is {options['tile_k']}: expected 64 or 128")
+    if not 0 <= options["cubic_exp2"] <= 4:
+        raise ValueError(f"cubic_exp2 is {options['cubic_exp2']}: expected 0 to 4")
     if options["stages"] < 2:
         raise ValueError(f"stages is {options['stages']}: expected 2 at least")
     needed = _barriers_at(head_dim, options["consumers"], options["tile_k"], options["stages"])

@@ -185,17 +185,19 @@ def in_words_of_the_model(operations):
     return [operation[:2] if operation[0] in ("write", "begin", "end") else operation for operation in kept]
 
 
+@pytest.mark.parametrize("softmax_first", [False, True])
 @pytest.mark.parametrize("q_in_registers", [False, True])
 @pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize(("causal", "first_keys"), [(False, 128), (False, 64), (True, 128)])
 @pytest.mark.parametrize(("consumers", "stages"), [(2, 2), (2, 4), (3, 3)])
 def test_the_kernels_partitions_do_what_the_model_says(
-    consumers, stages, causal, first_keys, ping_pong, q_in_registers
+    consumers, stages, causal, first_keys, ping_pong, q_in_registers, softmax_first
 ):
     heads, seq_len = 3, 700
     trace = Trace(
         heads=heads, seq_len_q=seq_len, seq_len_k=seq_len, causal=causal, consumers=consumers, stages=stages,
-        ping_pong=ping_pong, q_in_registers=q_in_registers, first_keys=first_keys,
+        ping_pong=ping_pong, q_in_registers=q_in_registers, softmax_first=softmax_first,
+        first_keys=first_keys,
     )  # fmt: skip
     tiles = trace.published[:-1]
     # Every tile once, with as many blocks of keys as its rows see together.

@@ -5,6 +5,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -60,7 +61,7 @@ def test_tensors_elsewhere_are_refused():
 GOOD = {
     **{"consumers": 2, "tile_k": 128, "stages": 2},
     **{"ping_pong": False, "lazy_rescale": False, "packed_p": False, "short_tail": False},
-    "q_in_registers": False,
+    **{"q_in_registers": False, "cubic_exp2": 0, "softmax_first": False},
 }
 
 
@@ -70,7 +71,8 @@ GOOD = {
         (
             {"consumers": 2},
             "tile_k is None: expected a number; give all of "
-            "consumers, tile_k, stages, ping_pong, lazy_rescale, packed_p, short_tail, q_in_registers",
+            "consumers, tile_k, stages, ping_pong, lazy_rescale, packed_p, short_tail, q_in_registers, "
+            "cubic_exp2, softmax_first",
         ),
         ({**GOOD, "consumers": 4}, "consumers is 4"),
         ({**GOOD, "tile_k": 96}, "tile_k is 96"),
@@ -78,6 +80,7 @@ GOOD = {
         ({**GOOD, "stages": 9}, "bytes of shared memory"),
         ({**GOOD, "consumers": 3, "short_tail": True}, "short_tail is True: expected False with 3 consumers"),
         ({**GOOD, "consumers": 3, "q_in_registers": True}, "q_in_registers is True: expected False with 3"),
+        ({**GOOD, "cubic_exp2": 5}, "cubic_exp2 is 5: expected 0 to 4"),
         ({**GOOD, "speed": 1}, "speed is not a launch option"),
     ],
 )
@@ -111,6 +114,73 @@ def test_the_candidates_are_different_and_supported(head_dim, causal, seq_len):
 def test_a_short_tail_multiplies_the_keys_that_are_there_rounded_up(seq_len_k, causal, keys):
     assert gluon_hopper._first_keys({**GOOD, "short_tail": True}, seq_len_k, causal) == keys
     assert gluon_hopper._first_keys(GOOD, seq_len_k, causal) == 128
+
+
+def run_assembly(text, *arguments):
+    """What a line of PTX makes of arrays of fp32: its $0 and so on are the results, then the arguments."""
+    values = {f"${index}": np.float32(value) for index, value in enumerate(arguments, len(arguments))}
+
+    def operand(name):
+        return np.uint32(int(name[2:], 16)).view(np.float32) if name.startswith("0f") else values[name]
+
+    def nan_max(a, b):
+        return np.where(np.isnan(a) | np.isnan(b), np.float32(np.nan), np.fmax(a, b))
+
+    operations = {
+        "max.NaN.f32": nan_max,
+        "add.f32": np.add,
+        "sub.f32": np.subtract,
+        "mul.f32": np.multiply,
+        "fma.rn.f32": lambda a, b, c: (np.float64(a) * np.float64(b) + np.float64(c)).astype(np.float32),
+        "ex2.approx.ftz.f32": np.exp2,
+    }
+    body = text.strip("{} ").split(";")
+    for statement in (line.strip() for line in body if line.strip() and ".reg" not in line):
+        name, rest = statement.split(" ", 1)
+        result, *inputs = (part.strip() for part in rest.split(","))
+        if name == "mov.b32":
+            values[result] = values[inputs[0]].view(
+                np.uint32 if values[inputs[0]].dtype == np.float32 else np.float32
+            )
+        elif name == "shl.b32":
+            values[result] = values[inputs[0]] << np.uint32(inputs[1])
+        else:
+            values[result] = np.asarray(operations[name](*map(operand, inputs)), np.float32)
+    return [values[f"${index}"] for index in range(len(arguments))]
+
+
+@pytest.mark.parametrize("count", range(1, 5))
+def test_the_cubic_powers_of_two_are_near_and_exact_where_a_score_is_the_reference(count):
+    x = np.concatenate([np.linspace(-140, 9, 200_001), np.arange(-126, 9)]).astype(np.float32)
+    found = run_assembly(gluon_hopper._exp2_assembly.fn(count), *[x] * 8)
+    right = np.exp2(x.astype(np.float64))
+    normal = x >= -126
+    cubic = [row for row in found if not np.array_equal(row, np.exp2(x))]
+    assert len(cubic) == count
+    for row in cubic:
+        assert np.abs(row[normal] / right[normal] - 1).max() < 1.1e-4
+        assert np.array_equal(row[-135:], right[-135:])  # whole numbers
+        assert np.abs(row[~normal]).max() < 2.0**-125
+        assert (row >= 0).all()
+
+
+@pytest.mark.parametrize("count", range(1, 5))
+def test_a_hidden_score_weighs_nothing_by_the_polynomial_too_and_nan_stays_nan(count):
+    special = np.array([-np.inf, np.nan, -3e38, -127.0], np.float32)
+    for row in run_assembly(gluon_hopper._exp2_assembly.fn(count), *[special] * 8):
+        assert row[0] == row[2] == 0
+        assert np.isnan(row[1])
+        assert 0 <= row[3] < 2.0**-125
+
+
+def test_the_wait_that_comes_after_the_row_sums_waits_for_the_same_phase():
+    text = gluon_hopper._wait_after_assembly.fn(1024)
+    plain = gluon_hopper._wait_assembly.fn(1024)
+    # The sums' signs, or-ed and shifted to the lowest bit, are all that changes the parity.
+    assert "or.b32 parity, parity, other; shr.u32 parity, parity, 31; xor.b32 parity, parity, $4;" in text
+    polled = "mbarrier.try_wait.parity.shared::cta.b64 done, [barrier],"
+    assert f"{polled} parity;" in text
+    assert f"{polled} $2;" in plain
 
 
 def test_the_barrier_model_has_as_many_slots_for_q_as_the_kernel():
@@ -578,6 +648,11 @@ for head_dim, causal, dtype, options in json.loads(sys.argv[1]):
         "left_in_shared": len(re.findall(r"wgmma[.]mma_async[^{]*{[^}]*}, %rd", compiled.asm["ptx"])),
         "tma": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
         "overwritten": overwritten(disassembled(compiled.asm["cubin"])),
+        # from each wait for products to the next one
+        "between_waits": [
+            [part.count("HGMMA"), part.count("MUFU.EX2")]
+            for part in disassembled(compiled.asm["cubin"]).split("WARPGROUP.DEPBAR")
+        ],
     }))
 """
 
@@ -621,6 +696,34 @@ def test_q_in_registers_is_read_from_shared_memory_for_a_tiles_first_block_alone
         # The first block of the first tile, and that of the next one at the border of two tiles, by each
         # consumer, 16 columns of Q at a time.
         assert row["left_in_shared"] == 2 * options["consumers"] * head_dim // 16
+
+
+@pytest.mark.slow
+def test_the_exponentials_come_before_the_wait_for_the_product_beside_them(compiled_candidates):
+    bound = [
+        (cell[3], row)
+        for cell, row in compiled_candidates
+        if cell[3]["consumers"] == 2 or cell[3]["softmax_first"]
+    ]
+    assert {(options["consumers"], options["cubic_exp2"]) for options, _ in bound} == set(
+        itertools.product((2, 3), (0, 2))
+    )
+    for options, row in bound:
+        late = [exponentials for products, exponentials in row["between_waits"] if products]
+        # Only those of a tile's first block, whose product comes after them, lie between products and a wait;
+        # and at most the factors of the two rows of a lane and a few more.
+        assert sum(count > 12 for count in late) == options["consumers"], (options, row)
+
+
+@pytest.mark.slow
+def test_without_being_bound_to_they_do_not_where_three_consumers_share_the_registers(compiled_candidates):
+    late = [
+        sum(exponentials > 12 for products, exponentials in row["between_waits"] if products)
+        for cell, row in compiled_candidates
+        if cell[3]["consumers"] == 3 and not cell[3]["softmax_first"]
+    ]
+    assert late
+    assert min(late) > 3
 
 
 @pytest.mark.slow

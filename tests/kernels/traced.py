@@ -73,7 +73,7 @@ class Trace:
 
     def __init__(
         self, *, heads, seq_len_q, seq_len_k, causal, consumers, stages, ping_pong, q_in_registers=False,
-        first_keys=TILE_K, head_group=1,
+        softmax_first=False, first_keys=TILE_K, head_group=1,
     ):  # fmt: skip
         self.consumers, self.stages = consumers, stages
         self.operations, self.published, self.products = [], [], []
@@ -101,7 +101,8 @@ class Trace:
             self.over = False
             functions["_consumer"](
                 number, described, names["q"], names["k"], names["v"], seq_len_k, 1.0, consumers, TILE_K,
-                stages, causal, seq_len_k % TILE_K != 0, ping_pong, True, True, q_in_registers, first_keys, 0,
+                stages, causal, seq_len_k % TILE_K != 0, ping_pong, True, True, q_in_registers, 0,
+                softmax_first, first_keys, 0,
             )  # fmt: skip
             self.roles[f"consumer {number}.0"] = self.operations
 
@@ -127,6 +128,7 @@ class Trace:
         )  # fmt: skip
         fakes = {
             "_wait": lambda number, parity, at: self.note("wait", self._barrier(number), parity),
+            "_wait_after": lambda number, parity, total, at: self.note("wait", self._barrier(number), parity),
             "_arrive": lambda number, at: self.note("arrive", self._barrier(number)),
             "_publish": self._publish,
             "_read_tile": self._read_tile,
@@ -142,7 +144,7 @@ class Trace:
             "warpgroup_mma_wait": self._wait_products,
             "fence_async_shared": lambda: None,
             "_mask": lambda s, *rest: s,
-            "_begin_softmax": lambda s, scale: (Value(),) * 3,
+            "_begin_softmax": lambda s, *rest: (Value(),) * 3,
             "_go_on_softmax": lambda s, *rest: (Value(),) * 5,
             "_rescaled": lambda o, *rest: o,
             "_pack": lambda *rest: Value(),
