@@ -14,10 +14,11 @@ effect must exceed, and what chance may take from it besides: a true difference 
 probability of at least 95 %.
 
 FASTER and SLOWER are said where the interval excludes 1 and the ratio is beyond the A/A spread, in
-milliseconds and in cycles and in the same direction. SAME is said where neither is, and the
-whole interval lies within the resolvable difference, in both units again: an equivalence test by two
-one-sided tests, of (1 - confidence) / 2 each. (D. J. Schuirmann, Journal of Pharmacokinetics and
-Biopharmaceutics 15, 1987, pages 657-680.) Anything else is UNCLEAR.
+milliseconds and in cycles and in the same direction. SAME is said where the interval includes 1 and the
+whole of it lies within 5 % of 1, in both units again: an equivalence test by two one-sided tests, of
+(1 - confidence) / 2 each. (D. J. Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15, 1987,
+pages 657-680.) Its margin is fixed: one that grew with the noise would call anything the same that is
+measured badly enough. Anything else is UNCLEAR.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ UNCLEAR = "UNCLEAR"
 
 CONFIDENCE = 0.99
 POWER = 0.95
+SAME_MARGIN = 0.05
 MS = "milliseconds"
 CYCLES = "cycles"
 LARGEST_LOGARITHM = 700.0
@@ -138,14 +140,18 @@ class _Finding:
     @property
     def direction(self) -> int:
         """-1 for a difference downwards, 1 upwards, 0 for none that was found."""
-        size = abs(self.difference.effect)
-        if size <= self.spread or size <= self.difference.half_width:
+        if abs(self.difference.effect) <= self.spread or not self.excludes_1:
             return 0
         return -1 if self.difference.effect < 0 else 1
 
     @property
+    def excludes_1(self) -> bool:
+        return abs(self.difference.effect) > self.difference.half_width
+
+    @property
     def same(self) -> bool:
-        return abs(self.difference.effect) + self.difference.half_width < self.resolvable
+        reach = abs(self.difference.effect) + self.difference.half_width
+        return not self.excludes_1 and reach < math.log1p(SAME_MARGIN)
 
 
 def compare(
@@ -260,6 +266,8 @@ def _verdict(findings: list[_Finding]) -> tuple[str, str | None]:
         return SAME, None
     if directions != {0}:
         return UNCLEAR, "there is a difference in milliseconds or in cycles, but not in both"
+    if all(finding.excludes_1 for finding in findings):
+        return UNCLEAR, "a difference, but no larger than between two measurements of one kernel here"
     return UNCLEAR, "too large to be the same, too small to be told from chance"
 
 

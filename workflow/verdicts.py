@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.comparison import SAME_MARGIN
 from workflow.comparisons import BASELINE, EDIT, TWIN
 from workflow.tables import markdown, table_text
 
@@ -13,8 +14,8 @@ RULE = (
     "A ratio is a latency over the baseline's, with its 99 % interval over processes (Welch's, on"
     " logarithms); below 1 is faster. FASTER and SLOWER are said only where the interval excludes 1 and the"
     " difference exceeds what measuring the same kernel twice gives (A/A), in milliseconds and in cycles"
-    " alike; SAME where the whole interval lies within the smallest difference that is found with 95 %"
-    " certainty here, the last column; UNCLEAR otherwise."
+    f" alike; SAME where the interval includes 1 and all of it lies within {SAME_MARGIN:.0%} of 1; UNCLEAR"
+    " otherwise. The last column is the smallest difference that is found with 95 % certainty here."
 )
 
 

@@ -111,6 +111,30 @@ def test_a_difference_that_is_resolved_is_never_called_the_same() -> None:
             assert compare(slowed(contender, twice), baseline, aa).verdict != SAME
 
 
+@pytest.mark.parametrize("processes", [2, 3, 5])
+@pytest.mark.parametrize("noise", [0.005, 0.02, 0.1, 0.3])
+@pytest.mark.parametrize("slowdown", [1.05, 1.1, 1.3, 2.0])
+def test_what_is_slower_by_the_margin_is_not_called_the_same_however_noisy(
+    slowdown: float, noise: float, processes: int
+) -> None:
+    random = np.random.default_rng(9)
+
+    def measure(level: float) -> Measured:
+        return Measured([[level * math.exp(noise * random.standard_normal())] for _ in range(processes)])
+
+    verdicts = [
+        compare(measure(slowdown), measure(1.0), (measure(1.0), measure(1.0))).verdict for _ in range(400)
+    ]
+    assert verdicts.count(SAME) <= 0.01 * len(verdicts)  # (1 - confidence) / 2 is expected at the margin
+
+
+def test_noise_is_not_called_the_same() -> None:
+    noisy = Measured([[1.0], [1.3]])
+    found = compare(Measured([[2.0], [2.2]]), noisy, (Measured([[1.0], [1.9]]), Measured([[1.1], [2.0]])))
+    assert found.verdict == UNCLEAR
+    assert found.reason == "too large to be the same, too small to be told from chance"
+
+
 def test_the_interval_is_welchs() -> None:
     contender, baseline, _ = draw(recorded()["article 2048 sdpa"], np.random.default_rng(8))
     found = compare(contender, slowed(baseline, 1.5)).in_ms
@@ -201,7 +225,8 @@ def test_an_effect_within_the_spread_of_the_twins_is_none() -> None:
     assert found.in_ms.low > 1.03  # the interval alone would have said so
     assert found.aa_spread is not None
     assert found.aa_spread > 0.05
-    assert found.verdict == SAME
+    assert found.verdict == UNCLEAR
+    assert found.reason == "a difference, but no larger than between two measurements of one kernel here"
     assert compare(varied(1.2), varied(1.0), unlike).verdict == SLOWER
 
 
