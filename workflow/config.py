@@ -631,7 +631,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "a boolean (YAML reads yes, no, on and off as booleans)"
     if isinstance(value, str):
-        why = " (--config gives what is in a list or a mapping as text)"
+        why = " (in quotes, or by --config, which makes text of what is in a list or a mapping)"
         return f"text{why if _is_number(value) else ''}"
     if isinstance(value, int):
         return "a number"

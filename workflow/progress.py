@@ -78,7 +78,7 @@ class Tracker:
         return sum(job.ended is not None for job in self.measurements.values())
 
     def estimate(self) -> Estimate | None:
-        """What is left; None where nothing is known of any measurement that is left."""
+        """What is left; None where nothing is known of half of the measurements that are left, or of more."""
         now = self.clock()
         left_s, sources, left_out = 0.0, set(), 0
         waiting = [job for job in self.measurements.values() if job.ended is None]
@@ -97,8 +97,8 @@ class Tracker:
                 continue
             sources.add(source)
             left_s += max(0.0, whole_s - (now - job.started if job.started is not None else 0.0))
-        if waiting and not sources:
-            return None
+        if waiting and 2 * left_out >= len(waiting):
+            return None  # what is known says little of the whole
         return Estimate(left_s / self._side_by_side(now), tuple(sorted(sources)), left_out)
 
     def _side_by_side(self, now: float) -> float:

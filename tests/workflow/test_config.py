@@ -56,7 +56,7 @@ CLOCK = "an integer from 100 to 10000, or null"
 COUNTS_OR_NONE = "a list, without duplicates, each an integer of at least 1"
 BOOLEAN = "a boolean (YAML reads yes, no, on and off as booleans)"
 NULL = "null (nothing is written below the key)"
-NUMBER_AS_TEXT = "text (--config gives what is in a list or a mapping as text)"
+NUMBER_AS_TEXT = "text (in quotes, or by --config, which makes text of what is in a list or a mapping)"
 TOP_KEYS = (
     "device, environment, one_gpu_per_sweep, time_limit_s, implementations, baseline, goals, correctness,"
     " timing, tuning, sdpa_diagnostic, static_profile, profile, collect, sweeps"

@@ -107,6 +107,11 @@ def test_the_newest_record_counts_and_one_that_cannot_be_read_does_not(tmp_path)
     assert last_duration_s(path) == 3.0
 
 
+def test_what_is_known_of_a_few_is_not_said_of_the_whole(clock, tmp_path):
+    assert tracker(clock, tmp_path, a_1=10.0, b_1=None).estimate() is None
+    assert tracker(clock, tmp_path, a_1=10.0, a_2=10.0, b_1=None).estimate().left_out == 1
+
+
 def test_the_line_says_that_it_is_an_estimate_from_what_and_what_it_leaves_out():
     line = sentence(3, 10, Estimate(125.0, ("former runs",), 0), now=0.0)
     assert re.fullmatch(
